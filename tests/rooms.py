@@ -39,6 +39,7 @@ ORDER = (
     "_processes",
     "rules",
     "_placement",
+    "_belongs",
     "_tree",
     "_products",
     "_programs",

@@ -6,8 +6,10 @@ from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
+from .._belongs import Owners
 from .._compat import names as jax_names
 from .._lines import innermost
+from .._tree import parts_in
 from .hlo import HloModule, Instruction
 from .opcodes import Like
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
@@ -64,21 +66,14 @@ def is_gradient(x: Instruction) -> bool:
 
 
 def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tuple[str, ...]:
-    """The paths of the arguments with these numbers, without those of an optimiser's state, whose
-    paths end like those of the model.
+    """The paths of the arguments with these numbers, without those of an optimiser's state, which
+    belong to others of them.
     """
     arguments = [module.entry.parameters[i] for i in updated]
     paths = list(dict.fromkeys(names(name_of(x)) for x in arguments))
-    return tuple(p for p in paths if not any(_is_state_of(p, other) for other in paths))
-
-
-def _is_state_of(path: str, other: str) -> bool:
-    inner = re.sub(r"^\w+", "", other)
-    return len(path) > len(other) and path.endswith(inner) and _keys(path) > _keys(other)
-
-
-def _keys(path: str) -> int:
-    return len(re.findall(r"[.\[]", path))
+    keys = {path: parts_in(path)[1:] for path in paths}
+    owners = Owners({path: key for path, key in keys.items() if key})
+    return tuple(p for p in paths if not owners.of(keys[p], outside=True).all)
 
 
 def _origin_names(x: Instruction) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
+from .._belongs import owner_by_flow
 from .._compat import functions_of, names as jax_names
 from .._programs import all_equations, line_of
 from .._tree import is_of_keys
@@ -59,7 +60,8 @@ def belonging(
     problems += _of_state(of_state, paths, leaves, matrices) if not problems else []
     if problems:
         raise ValueError("by_matrix updates each matrix for itself, but\n" + "\n".join(problems))
-    owner = {p: _only(_numbers(bits)) for p, bits in zip(paths, of_state, strict=True)}
+    owned = zip(paths, of_state, strict=True)
+    owner = {path: owner_by_flow(_numbers(bits)).only for path, bits in owned}
     needs = frozenset(_numbers(reduce(or_, results, 0) >> count))
     return Belonging(tree, paths, owner, needs, frozenset(_numbers(reduce(or_, at_start, 0))))
 
@@ -70,10 +72,6 @@ def _folded(bits: Bits, count: int) -> Bits:
 
 def _numbers(bits: Bits) -> list[int]:
     return [i for i in range(bits.bit_length()) if bits >> i & 1]
-
-
-def _only(numbers: Sequence[int]) -> int | None:
-    return numbers[0] if len(numbers) == 1 else None
 
 
 class _Mixing:

@@ -35,11 +35,16 @@ from .strategy import (
 )
 from .trace import TracedStep
 
-# What a plan leaves free, because fragmentation and the runtime need memory, too.
+# What a plan leaves free, because fragmentation and the runtime need memory, too. How much is a
+# guess. Of MaxText's steps on v5e it keeps the published one (12.6 of 15.75 GiB), and rejects one
+# that compiles at 15.5 (benchmarks/plan.py).
 RESERVE = 0.05
-# A price is wrong by a quarter at most; what needs more memory is not compiled.
+# What needs more memory than this by its price is not compiled. Prices were 0.76 to 0.95 of what
+# H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
+# (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
-# Seconds that differ by less are a tie: of compiled programs less than of prices.
+# Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
+# called a tie is listed with the plan.
 TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 
@@ -48,8 +53,8 @@ _NOT_FIXED = FixedParts()
 class Tried:
     """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
     `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
-    here, and `measured` are the seconds that a call took. `unread` is what isn't understood in the
-    compiled program: its figures are unknown then.
+    here, and `measured` are the seconds that a call took. `unread` says what of the compiled
+    program the audit doesn't know, so that its figures are unknown.
     """
 
     name: str
@@ -58,9 +63,9 @@ class Tried:
     price: Price | None = None
     why: str = ""
     rows: int | None = None
+    unread: str = ""
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
-    unread: str = ""
     call: Callable[..., Any] | None = None
     measured: float | None = None
 
@@ -155,14 +160,14 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
         tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
         return
     try:
-        tried.report = report = program.audit(mesh=mesh)
+        report = program.audit(mesh=mesh)
+        estimate = report.estimate(rated)
     except AuditError as error:
         tried.unread = str(error)
         return
+    tried.report, tried.estimated = report, (estimate.seconds, estimate.interval)
     if machine.is_here:
         tried.call = program
-    estimate = report.estimate(rated)
-    tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
         tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
 

@@ -8,7 +8,12 @@ from .._programs import jaxprs_in
 from .dims import Nodes
 from .equations import Equation, bytes_of, is_kept, is_literal, shape_of
 
+# As bytes. Smaller arrays don't matter beside weights.
 _SMALL = 1024
+# Moments are whole numbers. What an operation reads is let go a little after its results are there,
+# so that both are held at once, and before what is fused with its user begins. These are an order,
+# not times: other numbers between 0 and 1 in the same order give the same.
+_READ, _FUSED = 0.25, 0.5
 
 
 class Live(NamedTuple):
@@ -48,11 +53,26 @@ def lives_of(scope: Scope, values_last: bool) -> list[Live]:
     schedules from the end, and so holds the gathered weights of the loss during the backward pass
     of the layers. Read in programs for GPUs; those for TPUs hold less.
     """
-    moments, returned, nodes, end, times, top = scope
-    values_last &= top
-    last: dict[Any, float] = dict.fromkeys(returned, end + 1)
-    solid, needed = set(returned), set[Any]()
-    for eqn, start, stop in reversed(moments):
+    solid, last = _last_uses(scope, values_last and scope.top)
+    lives: list[Live] = []
+    for eqn, start, stop in scope.moments:
+        if _is_alias(eqn) or eqn.name in names.FILLED:
+            continue
+        begin = (stop if _ends_first(eqn) else start) + (0 if _is_solid(eqn) else _FUSED)
+        for v in eqn.outvars:
+            size, is_result = bytes_of(v.aval), scope.top and v in scope.returned
+            if v in solid and v in last and size > _SMALL and not is_result:
+                gathered, end = eqn.name == names.CONSTRAINT, last[v] + _READ
+                about = scope.nodes[v], shape_of(v.aval), gathered, scope.top, scope.times
+                lives.append(Live(begin, end, size, *about))
+    return lives
+
+
+def _last_uses(scope: Scope, values_last: bool) -> tuple[set[Any], dict[Any, float]]:
+    """What takes memory, and until when each array is used."""
+    last: dict[Any, float] = dict.fromkeys(scope.returned, scope.end + 1)
+    solid, needed = set(scope.returned), set[Any]()
+    for eqn, start, stop in reversed(scope.moments):
         is_big, is_needed = _is_solid(eqn), not needed.isdisjoint(eqn.outvars)
         if is_big or is_needed:
             needed.update(v for v in eqn.invars if not is_literal(v))
@@ -60,7 +80,7 @@ def lives_of(scope: Scope, values_last: bool) -> list[Live]:
             solid.update(eqn.outvars)
             returns_little = all(bytes_of(v.aval) <= _SMALL for v in eqn.outvars)
             is_last = values_last and returns_little and not is_needed
-            until = float(end if is_last else stop)
+            until = float(scope.end if is_last else stop)
         else:
             held = (v for v in eqn.outvars if _is_alias(eqn) or v not in solid)
             until = max([start, *(last.get(v, start) for v in held)])
@@ -71,19 +91,7 @@ def lives_of(scope: Scope, values_last: bool) -> list[Live]:
                 last[v] = max(last.get(v, 0), until)
                 if is_big:
                     solid.add(v)
-    lives: list[Live] = []
-    for eqn, start, stop in moments:
-        if _is_alias(eqn) or eqn.name in names.FILLED:
-            continue
-        begin = (stop if _ends_first(eqn) else start) + (0 if _is_solid(eqn) else 0.5)
-        for v in eqn.outvars:
-            size = bytes_of(v.aval)
-            if v in solid and v in last and size > _SMALL and not (top and v in returned):
-                gathered = eqn.name == names.CONSTRAINT
-                shape = shape_of(v.aval)
-                live = Live(begin, last[v] + 0.25, size, nodes[v], shape, gathered, top, times)
-                lives.append(live)
-    return lives
+    return solid, last
 
 
 def _is_solid(eqn: Equation) -> bool:

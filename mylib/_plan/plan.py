@@ -123,14 +123,7 @@ def plan(
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
     _check_axes(axes, target)
-    if measure and not target.is_here:
-        raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
-    if target.is_here and compile and jax.process_count() > 1:
-        raise ValueError(
-            f"plan: {jax.process_count()} processes might choose different plans, as each has its "
-            "own times. Plan in one process, such as for machine='h100 x 64' on a laptop, save the "
-            "plan's as_text(), and read it in all by mylib.Plan.of"
-        )
+    _check_place(target, compile, measure)
     step = PlannedStep.of(fun, args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
@@ -147,25 +140,25 @@ def plan(
     for policy in policies[1:]:
         tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
     search = _Search(target, rated, room, dtype, compile, budget)
-    for x in tried if not compile else ():
-        # Without a compiler the price decides what fits.
-        if not x.why and x.memory > room * (1 - RESERVE):
-            x.why = too_much(x.memory, room, "by the model of its price")
-    possible = ordered([x for x in tried if not x.why])
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
-        search.compile(possible, line)
-        fitting = ordered([x for x in possible if not x.why and x.report is not None])
-        search.measure(fitting[:measure], line)
-    unread = [x for x in possible if x.unread]
-    uncompiled = [x for x in possible if not x.why and x.report is None and not x.unread]
-    rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
-    if not (fitting or unread) and (not uncompiled or (compile and not search.is_interrupted)):
-        raise PlanError(_nothing(step, rejected, uncompiled, target, room, budget))
-    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *unread, *uncompiled]
+        ranked, rejected = search.ranked(tried, measure, line)
+    if not ranked:
+        raise PlanError(_nothing(step, rejected, search.left, target, room, budget))
     chosen = plan_of(ranked, rejected, target, is_assumed, dtype)
     if not search.is_interrupted:
         cached.write(chosen)
     return chosen
+
+
+def _check_place(target: Machine, compile: int, measure: int) -> None:
+    if measure and not target.is_here:
+        raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
+    if target.is_here and compile and jax.process_count() > 1:
+        raise ValueError(
+            f"plan: {jax.process_count()} processes might choose different plans, as each has its "
+            "own times. Plan in one process, such as for machine='h100 x 64' on a laptop, save the "
+            "plan's as_text(), and read it in all by mylib.Plan.of"
+        )
 
 
 def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]) -> None:
@@ -219,7 +212,9 @@ def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
 
 @dataclass
 class _Search:
-    """Compiles candidates. `rated` is the machine with all figures."""
+    """Compiles candidates. `rated` is the machine with all figures, `left` are those that may fit
+    and were not compiled.
+    """
 
     target: Machine
     rated: Machine
@@ -228,6 +223,28 @@ class _Search:
     count: int
     budget: float
     is_interrupted: bool = False
+    left: Sequence[Tried] = ()
+
+    def ranked(
+        self, tried: Sequence[Tried], measure: int, line: "_Line"
+    ) -> tuple[list[Tried], list[Tried]]:
+        """The candidates that fit, the best first, and those that don't, the smallest first."""
+        for x in tried if not self.count else ():
+            # Without a compiler the price decides what fits.
+            if not x.why and x.memory > self.room * (1 - RESERVE):
+                x.why = too_much(x.memory, self.room, "by the model of its price")
+        possible = ordered([x for x in tried if not x.why])
+        self.compile(possible, line)
+        fitting = ordered([x for x in possible if not x.why and x.report is not None])
+        self.measure(fitting[:measure], line)
+        # Its compiler has accepted it, but what it takes is unknown.
+        unread = [x for x in possible if x.unread]
+        self.left = [x for x in possible if not (x.why or x.report or x.unread)]
+        ranked = [*ordered(fitting[:measure]), *fitting[measure:], *unread]
+        if ranked or not self.count or self.is_interrupted:
+            ranked += self.left
+        rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
+        return ranked, rejected
 
     def compile(self, possible: Sequence[Tried], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
@@ -357,10 +374,10 @@ def _candidate(x: Tried) -> Candidate:
     interval = None if price is None else price.interval
     return Candidate(
         name=x.name,
-        seconds=None if math.isinf(x.seconds) else x.seconds,
-        interval=(None if x.unread else interval) if x.estimated is None else x.estimated[1],
-        memory=None if math.isinf(x.memory) else int(x.memory),
-        compiled=x.report is not None,
+        seconds=None if math.isinf(x.seconds) or x.unread else x.seconds,
+        interval=None if x.unread else interval if x.estimated is None else x.estimated[1],
+        memory=None if math.isinf(x.memory) or x.unread else int(x.memory),
+        compiled=x.report is not None or bool(x.unread),
         measured=x.measured,
         modelled=None if price is None else price.seconds,
         parts={} if price is None else dict(price.parts),
@@ -373,10 +390,11 @@ def _notes(
     ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
     best = ranked[0]
-    same = [x.name for x in ranked[1:] if x.source == best.source and is_tie(x, best)]
+    read = [x for x in ranked[1:] if not (x.unread or best.unread)]
+    same = [x.name for x in read if x.source == best.source and is_tie(x, best)]
     if same:
         yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
-    if any(x.seconds < best.seconds for x in ranked[1:] if x.source != best.source):
+    if any(x.seconds < best.seconds for x in read if x.source != best.source):
         yield (
             f"the chosen one was {best.source}. Others were not, and come after it: their modelled "
             "seconds compare only with its modelled seconds"

@@ -24,17 +24,25 @@ from .lifetimes import Live, lives_of
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 
-# The part of the gathers of weights and the sums of gradients that computation hides, and of the
-# sums of tensor parallelism, which must end before computation goes on. TPUs split these.
-_HIDDEN = 0.85
-_HIDDEN_TENSOR = {"tpu": 0.5}
+# A guess, as there is no schedule without a compiler: the part of the gathers of weights and of the
+# sums of gradients that computation hides. Only what follows from it is checked: which candidate
+# comes first, against the compiled ones (benchmarks/plan_search.py) and published steps
+# (benchmarks/plan.py).
+_GUESSED_HIDDEN = 0.85
+# Another guess, checked in the same way: of the sums of tensor parallelism, which must end before
+# computation goes on, except that TPUs split these.
+_GUESSED_HIDDEN_OF_TENSOR = {"tpu": 0.5}
 # A layer whose input is saved in parts gathers it in the forward pass and when it is computed
 # again, and gathers the gradient of its result. Its sums stay what they are.
 _GATHERED = 3
-# XLA combines collectives of fewer bytes.
-_COMBINED = 30e6
-# Of simulated devices, which have no data sheet: rough figures, only for an order.
-_ASSUMED = {
+# XLA's own threshold for combining collectives, kDefaultAllReduceCombineThreshold in its
+# xla/service/collective_utils.h. Of TPUs, whose compiler is closed, it is a guess.
+_COMBINED = 30 * 2**20 + 7
+# `SMALL` as bytes, as if all weights were float32: amounts don't say their dtype.
+_SMALL_BYTES = 4 * SMALL
+# Guesses for simulated devices, which have no data sheet, and for figures that a data sheet lacks.
+# They were never checked, and plans that need them say so.
+_GUESSED_FIGURES = {
     "flops": dict.fromkeys(("float16", "bfloat16", "float32", "float64", "int8", "int32"), 6e9),
     "memory_bandwidth": 3e9,
     "links": 1,
@@ -46,7 +54,7 @@ _ASSUMED = {
 def with_figures(machine: Machine) -> tuple[Machine, bool]:
     """A machine whose figures are all known, and whether some of them had to be assumed."""
     chip = machine.chip
-    missing = {name: x for name, x in _ASSUMED.items() if not getattr(chip, name)}
+    missing = {name: x for name, x in _GUESSED_FIGURES.items() if not getattr(chip, name)}
     if not missing:
         return machine, False
     return dataclasses.replace(machine, chip=dataclasses.replace(chip, **missing)), True
@@ -91,7 +99,7 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        self.moves = _Events([x for x in program.moves if x.amount / 4 >= SMALL], groups_of)
+        self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
@@ -276,7 +284,9 @@ class _Pricing:
         gathers, gradients = self.gathers(), self.gradients()
         moved = gathers + gradients
         hidden, moved = self.hidden(moved, body), moved.sum()
-        exposed = tensor * (1 - _HIDDEN_TENSOR.get(self.prices.machine.chip.platform, 0.0))
+        exposed = tensor * (
+            1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
+        )
         body = body.sum()
         parts = {
             "computation": body,
@@ -298,7 +308,7 @@ class _Pricing:
         """
         total, left = 0.0, body.copy()
         for place in reversed(self.prices.traced.program.places):
-            hidden = min(_HIDDEN * moved[place.number], left[place.number])
+            hidden = min(_GUESSED_HIDDEN * moved[place.number], left[place.number])
             total += hidden
             left[place.outside] += (left[place.number] - hidden) * (place.number != place.outside)
         return total
@@ -340,7 +350,7 @@ class _Pricing:
         prices, sums, took = self.prices, self.prices.sums, self.nothing()
         rows, (crossed, _) = set(self.strategy.rows), self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
-        large = prices.is_gradient & (sums.amounts / 4 >= SMALL)
+        large = prices.is_gradient & (sums.amounts >= _SMALL_BYTES)
         scattered = {
             axes: large & which
             for axes, which in self.kept_over(sums.dims).items()

@@ -1,12 +1,13 @@
 """Which arguments of a step its results replace."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from os.path import commonprefix
 from typing import Any
 
-from .calls import argument_of
+from .._belongs import Owners, places_of
+from .._tree import parts_in
 from .trace import ArrayIn, TracedStep
 
 
@@ -20,19 +21,27 @@ class Replaced:
     traced: TracedStep
 
     @cached_property
-    def _fitting(self) -> dict[str, list[int]]:
+    def _leaves(self) -> dict[tuple[str, ...], ArrayIn]:
+        return {parts_in(x.path): x for x in self.traced.leaves}
+
+    @cached_property
+    def _fitting(self) -> dict[tuple[str, ...], list[int]]:
         """For each node of the result: the numbers of the arguments that it could replace. Moments
         inside of a state that is replaced have the tree of a model, and replace none.
         """
-        results, fitting = {x.path: x for x in self.traced.results}, dict[str, list[int]]()
+        results = {parts_in(x.path): _form_of(x) for x in self.traced.results}
+        fitting: dict[tuple[str, ...], list[int]] = {}
         for i in range(len(self.traced.step.names)):
-            leaves = [x for x in self.traced.leaves if argument_of(x.path)[0] == i]
-            for node in _nodes({argument_of(x.path)[1]: x for x in leaves}, results):
-                fitting.setdefault(node, []).append(i)
+            leaves = {path[1:]: x for path, x in self._leaves.items() if path[0] == str(i)}
+            # Single numbers are no tree: a loss doesn't replace a learning rate.
+            if any(x.aval.shape for x in leaves.values()):
+                forms = {path: _form_of(x) for path, x in leaves.items()}
+                for node in places_of(forms, results):
+                    fitting.setdefault(node, []).append(i)
         return {
             node: numbers
             for node, numbers in fitting.items()
-            if not any(_is_in(node, other) for other in fitting if other != node)
+            if not any(node[: len(other)] == other for other in fitting if other != node)
         }
 
     @cached_property
@@ -51,42 +60,19 @@ class Replaced:
 
     def alike(self) -> Iterator[tuple[ArrayIn, ArrayIn]]:
         """Each result, with the argument next to which it is kept, or with itself."""
-        of_path = {leaf.path: leaf for leaf in self.traced.leaves}
-        of_form: dict[Any, list[ArrayIn]] = {}
-        for leaf in self.traced.leaves:
-            of_form.setdefault(_form_of(leaf), []).append(leaf)
-        replaced = {n: numbers[0] for n, numbers in self._fitting.items() if len(numbers) == 1}
+        owners = Owners({x: x for x in self._leaves}, lambda x: _form_of(self._leaves[x]))
+        replaced = {n: str(numbers[0]) for n, numbers in self._fitting.items() if len(numbers) == 1}
         for result in self.traced.results:
-            node = next((node for node in replaced if _is_in(result.path, node)), None)
+            path = parts_in(result.path)
+            node = next((node for node in replaced if path[: len(node)] == node), None)
             if node is not None:
-                yield result, of_path[f"[{replaced[node]}]{result.path[len(node) :]}"]
-                continue
-            # Of several the one whose path ends in the same way.
-            end = result.path[::-1]
-            alike = of_form.get(_form_of(result), [result])
-            yield result, max(alike, key=lambda x: len(commonprefix([x.path[::-1], end])))
+                yield result, self._leaves[replaced[node], *path[len(node) :]]
+            else:
+                owner = owners.alike(path, _form_of(result)).all
+                yield result, self._leaves[owner[0]] if owner else result
 
 
 def _form_of(x: ArrayIn) -> tuple[Any, ...]:
-    return x.groups, tuple(x.aval.shape), str(x.aval.dtype)
-
-
-def _is_in(path: str, node: str) -> bool:
-    return path.startswith(node) and path[len(node) :][:1] in ("", ".", "[")
-
-
-def _nodes(leaves: Mapping[str, ArrayIn], results: Mapping[str, ArrayIn]) -> Iterator[str]:
-    """The paths of the nodes of the result with these leaves. Single numbers are no tree: a loss
-    doesn't replace a learning rate.
-    """
-    if not any(x.aval.shape for x in leaves.values()):
-        return
-    forms = {path: _form_of(x) for path, x in leaves.items()}
-    first = next(iter(forms))
-    ends = [
-        x for path, x in results.items() if path.endswith(first) and _form_of(x) == forms[first]
-    ]
-    for node in [x.path[: len(x.path) - len(first)] for x in ends]:
-        inside = {path[len(node) :]: x for path, x in results.items() if _is_in(path, node)}
-        if {path: _form_of(x) for path, x in inside.items()} == forms:
-            yield node
+    # A single number can't be split, such as what adafactor keeps in place of moments.
+    groups = x.groups if math.prod(x.aval.shape) > 1 else ()
+    return groups, tuple(x.aval.shape), str(x.aval.dtype)

@@ -35,8 +35,8 @@ class Candidate:
     **Attributes:**
 
     - `name`: such as `"FSDP 8 x TP 2, saves dots"`.
-    - `seconds`, `interval`: of a call, as those of [`mylib.Estimate`][]; None if the
-        step can't use this mesh.
+    - `seconds`, `interval`: of a call, as those of [`mylib.Estimate`][]; None if the step can't
+        use this mesh, or if they are unknown.
     - `memory`: the most bytes that each device holds; None if unknown.
     - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
     - `parts`: the modelled seconds of each part.
@@ -44,8 +44,8 @@ class Candidate:
     - `modelled`: its modelled seconds, which all candidates have, unless the step can't use this
         mesh.
     - `why`: why it is rejected; empty if it is not.
-    - `unread`: what is not understood in its compiled program; its `seconds`, `interval` and
-        `memory` are then None.
+    - `unread`: what of its compiled program [`mylib.audit`][] doesn't know, so that its figures are
+        unknown; empty if it knows all.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Candidate:
     def reason(self) -> str:
         """Why it is rejected, or what it spends its time with."""
         if self.why or self.unread:
-            return self.why or self.unread
+            return self.why or f"compiled, but its figures are unknown: {self.unread}"
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
 
@@ -258,7 +258,7 @@ class Plan:
         if x is self.chosen:
             return f"{x.name} was chosen: {x.reason}"
         if x.unread:
-            return f"{x.name} was compiled, and its figures are unknown: {x.unread}"
+            return f"{x.name} was {x.reason}"
         if x.why or x.seconds is None:
             return f"{x.name} was rejected: {x.why}"
         return f"{x.name} takes {self._times(x)}: {x.reason}"

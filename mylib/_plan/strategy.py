@@ -154,6 +154,8 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
     return ""
 
 
+# As many sets of groups are tried for the axis "model", those with most bytes first. A guess;
+# benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
 # So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions". XLA has no
 # public issue about it; tests/plan/test_planning.py fails once it is fixed, and then this may go.
@@ -161,7 +163,8 @@ _GROUPED = (
     "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, if its "
     "rows are not split over all devices: "
 )
-# TPUs have no hosts that are faster inside, so their axis "model" has a limit.
+# TPUs have no hosts that are faster inside, so their axis "model" has a limit. It is a guess, twice
+# the largest that MaxText publishes.
 WIDEST = 32
 AXES = "replica", "data", MODEL
 

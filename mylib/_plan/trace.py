@@ -14,10 +14,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from .._belongs import Owners
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._placement import trimmed
-from .._tree import is_array, is_of_keys
+from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
@@ -215,16 +216,16 @@ class TracedStep:
     @cached_property
     def followed(self) -> dict[str, str]:
         """For the path of each array that is no weight of a called model, such as a moment: that of
-        the weight with its dimensions and the end of its path.
+        the weight with its dimensions that it belongs to.
         """
-        return {
-            leaf.path: x.path
-            for leaves in self.weights.values()
-            for x in leaves
-            if x.path in self.in_models
-            for leaf in leaves
-            if leaf.path not in self.in_models and leaf.path.endswith(self.in_models[x.path][1])
+        arrays = {x.path: x for x in self.leaves if x.groups and not x.is_data}
+        forms = {path: (x.groups, tuple(x.aval.shape)) for path, x in arrays.items()}
+        weights = {
+            path: parts_in(self.in_models[path][1]) for path in arrays if path in self.in_models
         }
+        owners = Owners(weights, forms.__getitem__)
+        others = {x: owners.of(parts_in(x), forms[x]).all for x in arrays if x not in weights}
+        return {path: found[0] for path, found in others.items() if found}
 
     def choices(
         self, parts: int, is_whole: Callable[[str, int], bool] = lambda path, dim: False
@@ -241,7 +242,7 @@ class TracedStep:
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
 
-# As many groups are combined.
+# As many groups are combined, as there may be 2 ** 14 sets of them. The limit is a guess.
 _MOST = 14
 
 
@@ -347,9 +348,13 @@ def trace(
     except PlacementError as error:
         raise _not_plain(error) from error
     if not calls.seen:
-        names = ", ".join(step.called(role.path) for role in step.roles)
-        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
+        raise PlanError(_calls_none(step))
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
+
+
+def _calls_none(step: PlannedStep) -> str:
+    names = ", ".join(step.called(role.path) for role in step.roles)
+    return f"the step calls none of its models ({names}). {_by_hand(step)}"
 
 
 _PLAIN = (

@@ -17,7 +17,12 @@ from .leaves import (
     parts_of as parts_of,
     split as split,
 )
-from .pattern import Pattern as Pattern, joined as joined, spelled as spelled
+from .pattern import (
+    Pattern as Pattern,
+    joined as joined,
+    parts_in as parts_in,
+    spelled as spelled,
+)
 from .prefix import (
     MISFIT as MISFIT,
     broadcast_prefix as broadcast_prefix,

@@ -26,6 +26,17 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MARK = "\0"
 
 
+@lru_cache(maxsize=10_000)
+def parts_in(text: str) -> tuple[str, ...]:
+    """The keys of a path that is written as text, `model.layers[0]['a.b']`."""
+    return tuple(
+        ast.literal_eval(match["quoted"])
+        if match["quoted"]
+        else match["plain"] or match["key"] or match["other"]
+        for match in _PART.finditer(text)
+    )
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Matches the end of a path. `*` matches anything within one part, `**` any number of parts."""
@@ -42,12 +53,7 @@ class Pattern:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        return tuple(
-            ast.literal_eval(match["quoted"])
-            if match["quoted"]
-            else match["plain"] or match["key"] or match["other"]
-            for match in _PART.finditer(self.text)
-        )
+        return parts_in(self.text)
 
     @cached_property
     def names_odd_keys(self) -> bool:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .._audit import Parameter, Report
+from .._belongs import Owner, Owners
 from .._errors import AuditError
+from .._tree import parts_in
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Roles:
         an array is returned anew, and the model doesn't multiply it, as it does its batch; or it
         is of a second model, placed as the first is.
         """
-        keys = {_key(self._path(i)): i for i in self.weights}
         weights = set(self.weights)
+        of_weights = Owners({i: self._key(i) for i in self.weights})
         others = [i for i in range(len(self.report.parameters)) if i not in weights]
-        of = {i: _longest(self._path(i), keys) for i in others}
+        of = {i: of_weights.of(self._key(i)).only for i in others}
         multiplied = self.report.flow.activations(lambda _: False)
         copies: dict[str, set[int]] = {}
         for i, weight in of.items():
@@ -55,15 +57,30 @@ class Roles:
         return {
             i: weight
             for i, weight in of.items()
-            if (self._is_returned(i) and not multiplied >> i & 1)
+            if (i in self._returned_anew and not multiplied >> i & 1)
             or (copies.get(_first(self._path(i))) == weights and self._is_copy(i, weight))
         }
 
-    def _is_returned(self, number: int) -> bool:
-        p = self.report.parameters[number]
-        key = _key(p.path)
-        same = [r for r in self.report.results if r.path.endswith(key) and self.alike(r, p)]
-        return bool(key and same)
+    @cached_property
+    def _replaced(self) -> list[Owner[int]]:
+        """For each result the arguments that it may be the new value of, or the gradient."""
+        report, graph = self.report, self.report.flow.graph
+        owners = Owners(
+            {i: self._key(i) for i in range(len(report.parameters))},
+            lambda i: self._form(report.parameters[i]),
+        )
+        replaced: list[Owner[int]] = []
+        for r, mark in zip(report.results, graph.results, strict=True):
+            owner = owners.of(parts_in(r.path))
+            if owner.all:
+                near = {*graph.sources_in(mark.near)}
+                owner = owners.of(parts_in(r.path), self._form(r), near)
+            replaced.append(owner)
+        return replaced
+
+    @cached_property
+    def _returned_anew(self) -> set[int]:
+        return {i for owner in self._replaced for i in owner.all if self._key(i)}
 
     def _is_copy(self, number: int, weight: int | None) -> bool:
         """Whether an array has the size and the sharding of a weight."""
@@ -81,23 +98,24 @@ class Roles:
     @cached_property
     def returned(self) -> dict[int, int]:
         """For the results that are new values of arguments, or gradients: the argument's number."""
-        keys = {_key(self._path(i)): i for i in [*self.state, *self.weights]}
-        argument_of = {i: _longest(r.path, keys) for i, r in enumerate(self.report.results)}
+        # If it is unknown which, it is more likely to be a weight.
+        known = [*self.weights, *self.state]
+        each = [next((x for x in known if x in owner.all), None) for owner in self._replaced]
+        returned = {i: number for i, number in enumerate(each) if number is not None}
         # A model that is one array.
-        alone = next((i for i in self.weights if _key(self._path(i)) == ""), None)
-        for i, r in enumerate(self.report.results):
-            if argument_of[i] is None and alone is not None and r.shape:
-                argument_of[i] = alone
-        return {
-            i: number
-            for i, number in argument_of.items()
-            if number is not None
-            and self.alike(self.report.results[i], self.report.parameters[number])
-        }
+        for alone in [i for i in self.weights if not self._key(i)]:
+            for i, r in enumerate(self.report.results):
+                if r.shape and self.alike(r, self.report.parameters[alone]):
+                    returned.setdefault(i, alone)
+        return returned
 
     def alike(self, a: Parameter, b: Parameter) -> bool:
         """Whether two arrays are of the same size, over all devices."""
-        return len(a.shape) == len(b.shape) and self.size(a) == self.size(b)
+        return self._form(a) == self._form(b)
+
+    def _form(self, p: Parameter) -> tuple[int, int]:
+        """Its rank, and its size over all devices."""
+        return len(p.shape), self.size(p)
 
     def size(self, p: Parameter) -> int:
         return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
@@ -111,22 +129,13 @@ class Roles:
     def _path(self, number: int) -> str:
         return self.report.parameters[number].path
 
+    def _key(self, number: int) -> tuple[str, ...]:
+        """A path without the argument's name."""
+        return parts_in(self._path(number))[1:]
+
 
 def _first(path: str) -> str:
-    return re.split(r"[.\[]", path)[0]
-
-
-def _key(path: str) -> str:
-    """A path without the argument's name."""
-    return path[len(_first(path)) :]
-
-
-def _longest(path: str, keys: dict[str, int]) -> int | None:
-    """What the longest end of a path stands for."""
-    for start in re.finditer(r"[.\[]", path):
-        if path[start.start() :] in keys:
-            return keys[path[start.start() :]]
-    return None
+    return parts_in(path)[0]
 
 
 def axes_of(p: Parameter) -> tuple[str, ...]:

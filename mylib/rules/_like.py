@@ -1,7 +1,8 @@
 """`like`: places leaves as in another tree."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
+from .._belongs import Owner, Owners
 from .._compat import sharding_under
 from .._errors import Fault, because
 from .._placement import PASS, Target, sharding_of
@@ -24,8 +26,10 @@ def like(tree: PyTree[Any], /) -> Rule:
 
     A leaf also matches another one whose path is the end of its own, so that an optimiser state
     follows its model: `opt_state[0].mu.layers[0].weight` goes where `.layers[0].weight` is. The
-    longest matching path counts, and a list index alone is not a path. For other leaves the rule
-    returns PASS, except that those of rank 0 are replicated, if the whole tree is on one mesh.
+    longest matching path counts, and a list index alone is not a path. Where no end matches, keys
+    may stand inside of the path, as in the states of a tuple of models: `[1][0].mu.weight` goes
+    where `[1].weight` is. For other leaves the rule returns PASS, except that those of rank 0 are
+    replicated, if the whole tree is on one mesh.
 
     **Arguments:**
 
@@ -82,30 +86,38 @@ class Like(Rule):
     targets: dict[tuple[Parts, tuple[int, ...]], Target]
 
     def __call__(self, leaf: Leaf) -> Any:
-        path = self._find(leaf)
-        if path is not None:
-            return self.targets[path, leaf.shape]
+        found = self._owner(leaf).only
+        if found is not None:
+            return self.targets[found]
         everywhere = self._everywhere
         return PASS if leaf.ndim or everywhere is None else everywhere
 
     def why(self, leaf: Leaf) -> str:
-        path = self._find(leaf)
-        if path is not None:
-            return f"like {spelled(path) or 'the array'}"
+        found = self._owner(leaf).only
+        if found is not None:
+            return f"like {spelled(found[0]) or 'the array'}"
         return "like no other leaf" if self(leaf) is PASS else "a leaf of rank 0"
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        paths = {path for path, _ in self.targets}
         # Shapes may differ: all factored moments may have other shapes than their weights.
-        follows = any(end in paths for leaf in leaves for end in _ends(leaf))
+        follows = any(self._owner(leaf, any_shape=True).all for leaf in leaves)
         if follows or all(leaf.ndim == 0 for leaf in leaves):
             return []
         reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
-        fix = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
+        fix = f"give a tree with such paths: this one has {'.'.join(next(iter(self.targets))[0])!r}"
         return [because(reason, fix, repr(self))]
 
-    def _find(self, leaf: Leaf) -> Parts | None:
-        return next((end for end in _ends(leaf) if (end, leaf.shape) in self.targets), None)
+    @cached_property
+    def _owners(self) -> Owners[tuple[Parts, tuple[int, ...]]]:
+        return Owners({key: key[0] for key in self.targets}, lambda key: key[1])
+
+    def _owner(self, leaf: Leaf, any_shape: bool = False) -> Owner[Any]:
+        """An end of only list indices counts only after a field, as for the moments of `[weight,
+        bias]` in `.mu`.
+        """
+        form = None if any_shape else leaf.shape
+        is_field = [isinstance(key, GetAttrKey) for key in leaf.path].__getitem__
+        return self._owners.of(leaf.parts, form, is_field=is_field)
 
     @property
     def _everywhere(self) -> Sharding | None:
@@ -120,15 +132,3 @@ class Like(Rule):
 
     def __repr__(self) -> str:
         return f"like(a tree of {len(self.targets)} arrays)"
-
-
-def _ends(leaf: Leaf) -> Iterator[Parts]:
-    """The path and its ends. An end of only list indices counts only directly after a field, as for
-    the moments of `[weight, bias]` in `.mu`.
-    """
-    yield leaf.parts
-    for start in range(1, len(leaf.parts)):
-        end = leaf.parts[start:]
-        of_a_field = isinstance(leaf.path[start - 1], GetAttrKey)
-        if of_a_field or not all(part.isdigit() for part in end):
-            yield end

@@ -1,5 +1,6 @@
 """`plan`: what it finds, says, and refuses."""
 
+import sys
 import threading
 from dataclasses import replace
 
@@ -648,3 +649,30 @@ def test_machines_that_are_not_here(machine, count):
     assert mylib.Plan.of(plan.as_text()).chosen == plan.chosen
     hosts = "FSDP 8 x DP 2" in {x.name for x in (plan.chosen, *plan.others)}
     assert hosts == (plan.machine.chip.platform == "gpu")
+
+
+@pytest.mark.parametrize("which", ["one", "all"])
+def test_what_the_audit_cannot_read_is_unknown(monkeypatch, which):
+    """A candidate with an opcode that isn't known stays, without figures."""
+    module, read = sys.modules["mylib._audit.audit"], []
+
+    def reader(*args, **kwargs):
+        read.append(args)
+        if which == "all" or len(read) == 1:
+            raise mylib.AuditError("the opcode 'frobnicate' is not known")
+        return report_of(*args, **kwargs)
+
+    report_of = module.report_of
+    for name in [x for x in sys.modules if x.startswith("mylib._")]:
+        if getattr(sys.modules[name], "report_of", None) is report_of:
+            monkeypatch.setattr(sys.modules[name], "report_of", reader)
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    plan = mylib.plan(steps.step_of(steps.squared_loss), *args, policies=("full",), compile=2)
+    unread = [x for x in (plan.chosen, *plan.others) if x.unread]
+    assert len(unread) == {"one": 1, "all": 2}[which] and plan.chosen.compiled
+    assert (plan.chosen in unread) == (which == "all")
+    for x in unread:
+        assert (x.seconds, x.interval, x.memory) == (None, None, None)
+        assert f"{x.name} was compiled, and its figures are unknown: the opcode" in repr(plan)
+        assert "'frobnicate'" in plan.why_not(x.name)
+    assert mylib.Plan.of(plan.as_text()) == plan and plan._repr_html_()
