@@ -616,6 +616,13 @@ def functions_of(eqn: Any) -> list[str]:
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
 
 
+def lines_of(eqn: Any) -> list[str]:
+    """The lines that made an equation, as `train.py:31`, the innermost first."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return [f"{Path(frame.file_name).name}:{frame.line_num}" for frame in frames]
+
+
 def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
     """Converts an error with this text like `equinox.filter_jit`; None if it is not of Equinox's
     callback.

@@ -15,6 +15,7 @@ from .._advice import (
     Compilation,
     about_arrivals,
     about_captured,
+    about_gathered,
     about_not_taken,
     about_order,
     about_replicated,
@@ -213,7 +214,8 @@ class Program:
         if operands is not None and not variants.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(_lowered, call.variant, operands)
-            variants.is_replicated_told = about_replicated(compilation, call.split.count, program)
+            given = compilation, call.split.count, program
+            variants.is_replicated_told = about_replicated(*given) or about_gathered(*given)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""

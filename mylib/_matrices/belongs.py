@@ -13,8 +13,8 @@ import jax
 import jax.tree_util as jtu
 from jax.extend import source_info_util
 
-from .._compat import functions_of, names as jax_names
-from .._programs import all_equations
+from .._compat import names as jax_names
+from .._programs import all_equations, optimiser_of
 from .._tree import is_of_keys
 from .dependence import Bits, dependences
 
@@ -91,9 +91,7 @@ class _Mixing:
 
 def _place_of(eqn: Any) -> str:
     """The optimiser that contains an equation, or else its line."""
-    made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
-    optimisers = (maker for maker, _, inner in made_by if inner.startswith("update"))
-    return next(optimisers, source_info_util.summarize(eqn.source_info))
+    return optimiser_of(eqn) or source_info_util.summarize(eqn.source_info)
 
 
 def _of_updates(
