@@ -2,7 +2,6 @@
 them for each product.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -124,4 +123,4 @@ def _inserted(compiled: Any, lines: set[str]) -> tuple[int, int]:
         return 0, 0
     found = [c for c in report.collectives if c.inserted and c.source in lines]
     times = [c.times or 1 for c in found]
-    return sum(times), math.sumprod(times, [c.wire_bytes for c in found])
+    return sum(times), sum(n * c.wire_bytes for n, c in zip(times, found, strict=True))
