@@ -1,7 +1,7 @@
 """Optimisers of whole matrices under FSDP: `mylib.by_matrix` beside Optax's Muon as it is.
 
     python benchmarks/matrices.py            on simulated devices
-    python benchmarks/matrices.py h100 v5e   also the step of 16 layers, by the compilers for 8 of them
+    python benchmarks/matrices.py h100 v5e   also the step of 16 layers, compiled for 8 of each
 
 Bytes are those that a device sends, over those that it must send: its part of each gradient to the
 owner of the matrix, and its part of the update back. FLOPs are those of a device, over an eighth of
@@ -147,19 +147,18 @@ def _apart(transform: Any, params: Any, mesh: Mesh) -> float:
 def statistics(every: int = 3) -> optax.GradientTransformation:
     """Like SOAP: a branch renews a basis at every third step."""
 
+    trees = jax.tree.map
+
     def init(params: Any) -> Any:
-        sides = [jnp.eye(x.shape[0], dtype=x.dtype) for x in params]
+        sides = trees(lambda x: jnp.eye(x.shape[0], dtype=x.dtype), params)
         return jnp.zeros((), jnp.int32), sides, sides
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         count, left, basis = state
-        left = [0.9 * s + g @ g.T for s, g in zip(left, grads, strict=True)]
-
-        def renewed() -> Any:
-            return [jnp.linalg.qr(s @ q)[0] for s, q in zip(left, basis, strict=True)]
-
+        left = trees(lambda s, g: 0.9 * s + g @ g.T, left, grads)
+        renewed = lambda: trees(lambda s, q: jnp.linalg.qr(s @ q)[0], left, basis)  # noqa: E731
         basis = jax.lax.cond(count % every == 0, renewed, lambda: basis)
-        updates = [q @ jnp.tanh(q.T @ g) for q, g in zip(basis, grads, strict=True)]
+        updates = trees(lambda q, g: q @ jnp.tanh(q.T @ g), basis, grads)
         return updates, (count + 1, left, basis)
 
     return optax.GradientTransformation(init, update)
