@@ -266,7 +266,8 @@ class ReplicatedWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] computes the same on all devices: its matrix
     products and convolutions are not divided among them. Usually a batch is not placed, such as a
     NumPy array without `in_shardings`; or `jax.lax.map` goes over sharded rows, which XLA gathers:
-    call it in [`mylib.filter_shard_map`][].
+    call it in [`mylib.filter_shard_map`][]; or an optimiser such as Muon multiplies whole matrices,
+    which are gathered for one product after the other: use [`mylib.by_matrix`][].
     """
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._compat import closed_or_open, names, opened
+from ._compat import closed_or_open, functions_of, names, opened
 from ._lines import innermost
 
 
@@ -50,6 +50,14 @@ def _jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
             yield x
         elif isinstance(x, tuple | list):
             yield from _jaxprs_among(x)
+
+
+def optimiser_of(eqn: Any) -> str:
+    """The function whose inner function `update` made an equation, such as `scale_by_muon`, by the
+    names of functions; empty if there is none.
+    """
+    made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
+    return next((maker for maker, _, inner in made_by if inner.startswith("update")), "")
 
 
 def with_equations(program: Any, change: Callable[[Any], Any]) -> Any:

@@ -48,6 +48,7 @@ from mylib._compat import (
     host_callbacks,
     is_filter_jit,
     label_of,
+    lines_of,
     nodes_of,
     opened,
     pass_of,
@@ -337,6 +338,8 @@ class TestPrivateNames:
         (eqn,) = jax.make_jaxpr(maker())(1.0).eqns
         made_by = [name for name in functions_of(eqn) if name.endswith("maker.<locals>.update")]
         assert len(made_by) == 1, advice("frames of jaxlib's Traceback")
+        line = maker().__code__.co_firstlineno + 1
+        assert f"test_compat.py:{line}" in lines_of(eqn), advice("frames of jaxlib's Traceback")
 
     def test_parts_of_a_gradient(self):
         """By their stack of names, those of a program that is called by that of the call."""

@@ -7,6 +7,7 @@ from .captured import (
     code_of as code_of,
 )
 from .donation import about_not_taken as about_not_taken, about_spared as about_spared
+from .gathered import about_gathered as about_gathered
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers
 from .order import about_order as about_order

@@ -42,6 +42,7 @@ from .private import (
     jit as jit,
     label_of as label_of,
     lacks_code as lacks_code,
+    lines_of as lines_of,
     lowered_for_a_missing_backend as lowered_for_a_missing_backend,
     mesh_with_devices as mesh_with_devices,
     names_in_cache_keys as names_in_cache_keys,

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import equinox as eqx
@@ -604,6 +605,13 @@ def functions_of(eqn: Any) -> list[str]:
     """The qualified names of the functions that made an equation, the innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+
+
+def lines_of(eqn: Any) -> list[str]:
+    """The lines that made an equation, as `train.py:31`, the innermost first."""
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return [f"{Path(frame.file_name).name}:{frame.line_num}" for frame in frames]
 
 
 def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:

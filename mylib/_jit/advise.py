@@ -6,6 +6,7 @@ from .._advice import (
     ChangingNumbers,
     Earlier,
     about_arrivals,
+    about_gathered,
     about_order,
     about_replicated,
 )
@@ -49,6 +50,5 @@ class Advise(Step):
         if not call.is_ahead and not self._advice.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
-            self._advice.is_replicated_told = about_replicated(
-                name, given, returned, names, call.split.count, program
-            )
+            told = name, given, returned, names, call.split.count, program
+            self._advice.is_replicated_told = about_replicated(*told) or about_gathered(*told)

@@ -13,8 +13,8 @@ import jax
 import jax.tree_util as jtu
 
 from .._belongs import owner_by_flow
-from .._compat import functions_of, names as jax_names
-from .._programs import all_equations, line_of
+from .._compat import names as jax_names
+from .._programs import all_equations, line_of, optimiser_of
 from .._tree import is_of_keys
 from .dependence import Bits, dependences
 
@@ -88,9 +88,7 @@ class _Mixing:
 
 def _place_of(eqn: Any) -> str:
     """The optimiser that contains an equation, or else its line."""
-    made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
-    optimisers = (maker for maker, _, inner in made_by if inner.startswith("update"))
-    return next(optimisers, line_of(eqn))
+    return optimiser_of(eqn) or line_of(eqn)
 
 
 def _of_updates(

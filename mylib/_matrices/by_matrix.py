@@ -37,7 +37,7 @@ def by_matrix(
     Weights, gradients and updates are sharded as `kept` says. Matrices of one shape are stacked,
     and an all-to-all gives each device an equal share of them, whole. It updates these, and another
     all-to-all returns to each device its part of the updates. Without this the compiler gathers
-    weights on all devices again and again, and every device computes every update.
+    matrices on all devices for one product after the other.
 
     The state is created sharded, by the devices that own the matrices. Don't place it by `kept`:
     use None for it in `out_shardings=`.

@@ -7,7 +7,7 @@ one all-to-all, and gives back its part of each update, by another one.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -36,9 +36,6 @@ class MatrixGroup:
     mesh: AnyMesh
     start: int
     travels_as: Any
-
-    def starting_at(self, start: int) -> "MatrixGroup":
-        return replace(self, start=start)
 
     def _axes(self, dim: int) -> tuple[str, ...]:
         entries = self.spec.partitions
@@ -72,21 +69,18 @@ class MatrixGroup:
         return PartitionSpec(self.owned + self.copied + self.cut)
 
     @cached_property
-    def rows(self) -> int:
-        return math.prod(self.shape[d] for d in self.dims.rows)
-
-    @cached_property
-    def columns(self) -> int:
-        return math.prod(self.shape[d] for d in self.dims.columns)
-
-    @cached_property
     def matrix(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.rows, self.columns), self.dtype)
+        return jax.ShapeDtypeStruct(self.dims.of_matrix(self.shape), self.dtype)
+
+    @cached_property
+    def stacks(self) -> int:
+        """In how many parts the stack is sharded, each over devices of its own."""
+        return self._size(self.owned)
 
     @cached_property
     def of_leaf(self) -> int:
         """The number of matrices in a leaf, on devices that share a stack."""
-        return math.prod(self.shape[d] for d in self.dims.batch) // self._size(self.owned)
+        return math.prod(self.shape[d] for d in self.dims.batch) // self.stacks
 
     @cached_property
     def count(self) -> int:
@@ -100,15 +94,12 @@ class MatrixGroup:
     @cached_property
     def stacked(self) -> int:
         """The length of the state's arrays, over all devices."""
-        return self.slots * self.owners * self._size(self.owned)
+        return self.slots * self.owners * self.stacks
 
     @cached_property
     def loads(self) -> np.ndarray:
         """How many matrices each owner has."""
-        shares = np.full(self.owners, self.count // self.owners)
-        extra = (self.start + np.arange(self.count % self.owners)) % self.owners
-        shares[extra] += 1
-        return shares
+        return shares(self.count, self.owners, self.start)
 
     @cached_property
     def slot_of(self) -> np.ndarray:
@@ -173,7 +164,7 @@ class MatrixGroup:
         if self.cut:
             x = self._sent(x)
             x = self._joined(x)
-        return x.reshape(x.shape[0], self.rows, self.columns)
+        return x.reshape(x.shape[0], *self.matrix.shape)
 
     def parts(self, x: Any) -> list[Any]:
         """The parts of the leaves, from matrices that this device owns."""
@@ -226,6 +217,13 @@ class MatrixGroup:
         x = x.reshape(self.slots, *pairs)
         order = [*range(1, 2 * k, 2), 0, *range(2, 2 * k + 1, 2)]
         return jnp.transpose(x, order).reshape(-1, *local)
+
+
+def shares(count: int, owners: int, start: int) -> np.ndarray:
+    """How many of `count` matrices each owner has, if those left over go to owners from `start`."""
+    loads = np.full(owners, count // owners)
+    loads[(start + np.arange(count % owners)) % owners] += 1
+    return loads
 
 
 def _taken(x: Any, index: np.ndarray) -> Any:

@@ -1,5 +1,6 @@
 """Which leaves are matrices, or stacks of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,11 @@ class MatrixDims:
     @property
     def order(self) -> tuple[int, ...]:
         return self.batch + self.rows + self.columns
+
+    def of_matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of one matrix of a leaf."""
+        rows, columns = (math.prod(shape[d] for d in x) for x in (self.rows, self.columns))
+        return rows, columns
 
 
 def matrices_in(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -22,6 +22,7 @@ from .._placement import (
     resolve_leaves,
     sharding_of,
 )
+from .._products import products_in
 from .._tree import Leaves, split
 from .belongs import Belonging, belonging
 from .group import MatrixGroup
@@ -86,7 +87,7 @@ class _Planner:
         self.others = [i for i, d in enumerate(dims) if d is None]
         # What the transform sees: matrices, each of them for itself.
         self.seen = [
-            x if d is None else jax.ShapeDtypeStruct(_shape(x.shape, d), x.dtype)
+            x if d is None else jax.ShapeDtypeStruct(d.of_matrix(x.shape), x.dtype)
             for x, d in zip(leaves.arrays, dims, strict=True)
         ]
 
@@ -99,7 +100,7 @@ class _Planner:
         every = self.only(range(len(self.seen)))
         names = [self.leaves.name(i) for i in range(len(self.seen))]
         belongs = belonging(self.request.transform, every, names, self.matrices)
-        groups = self.groups()
+        groups, works = self.groups()
         places = _Places(belongs)
         # All leaves of a group have states of one structure, in other places of the tree.
         states = [
@@ -111,6 +112,7 @@ class _Planner:
         return Layout(
             tree=self.leaves.treedef,
             groups=tuple(groups),
+            works=tuple(works),
             others=tuple(self.others),
             others_places=self._others_places(belongs, others),
             states=tuple(tree for tree, _ in states),
@@ -135,17 +137,22 @@ class _Planner:
         state = jax.eval_shape(self.request.transform.init, self.only(numbers))
         return jtu.tree_flatten_with_path(state)
 
-    def groups(self) -> list[MatrixGroup]:
+    def groups(self) -> tuple[list[MatrixGroup], list[int | None]]:
+        """Leaves of one shape and place whose updates are the same program, traced in their places
+        in the tree; and what the update of one matrix of each group computes.
+        """
         alike: dict[Any, list[int]] = {}
+        works: dict[Any, int | None] = {}
         for i in self.matrices:
-            x, s = self.leaves.arrays[i], self.shardings[i]
-            alike.setdefault((x.shape, x.dtype, s.spec, self.dims[i]), []).append(i)
-        members = [
-            (key, numbers) for key, same in alike.items() for numbers in self._updated_alike(same)
-        ]
+            x, program = self.leaves.arrays[i], self._program(i)
+            place = self.shardings[i].spec, self.dims[i]
+            key = x.shape, x.dtype, place, _text(program)
+            alike.setdefault(key, []).append(i)
+            if key not in works:
+                works[key] = _work(program)
         starts: dict[Any, int] = {}
         groups = []
-        for (shape, dtype, spec, dims), numbers in members:
+        for (shape, dtype, (spec, dims), _), numbers in alike.items():
             group = MatrixGroup(
                 tuple(numbers), shape, dtype, spec, dims, self.over, self.mesh, 0,
                 self.request.dtype,
@@ -153,8 +160,8 @@ class _Planner:
             owners = group.state_spec
             start = starts.get(owners, 0)
             starts[owners] = (start + group.count) % group.owners
-            groups.append(group.starting_at(start))
-        return groups
+            groups.append(replace(group, start=start))
+        return groups, list(works.values())
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -163,21 +170,11 @@ class _Planner:
         entries = [e for s in self.shardings for e in s.spec.partitions]
         return tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
 
-    def _updated_alike(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Leaves whose updates are the same program, traced in their places in the tree."""
-        by_program: dict[Any, list[int]] = {}
-        for i in numbers:
-            by_program.setdefault(self._program(i) if len(numbers) > 1 else None, []).append(i)
-        return list(by_program.values())
-
     def _program(self, number: int) -> Any:
         tree = self.only([number])
         transform = self.request.transform
         state = jax.eval_shape(transform.init, tree)
-        program = jax.make_jaxpr(transform.update)(tree, state, tree)
-        # Addresses of functions differ from trace to trace.
-        text = re.sub(r"0x[0-9a-f]+", "", str(opened(program)))
-        return text, tuple(map(_constant, program.consts))
+        return jax.make_jaxpr(transform.update)(tree, state, tree)
 
 
 class _Places:
@@ -218,9 +215,17 @@ class _Places:
         self.of_path[path] = Shared(tuple(dict.fromkeys([*known.copies, copy])))
 
 
-def _shape(shape: Sequence[int], dims: MatrixDims) -> tuple[int, int]:
-    rows, columns = (int(np.prod([shape[d] for d in x])) for x in (dims.rows, dims.columns))
-    return rows, columns
+def _text(program: Any) -> Any:
+    """What is equal for equal programs."""
+    # Addresses of functions differ from trace to trace.
+    text = re.sub(r"0x[0-9a-f]+", "", str(opened(program)))
+    return text, tuple(map(_constant, program.consts))
+
+
+def _work(program: Any) -> int | None:
+    """What a program computes; None if it calls code whose work is unknown."""
+    work = products_in(program, each_turn=True)
+    return None if work is None else 2 * work.products + work.others
 
 
 def _constant(x: Any) -> Any:

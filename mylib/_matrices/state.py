@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._transfer import filter_device_put, filter_shard
 from ..rules import fsdp
+from .balance import note_on
 from .group import MatrixGroup
 
 State = Any
@@ -41,6 +42,7 @@ class Layout:
     """Where each leaf of the transform's state is. It is static, so it says all that is needed to
     read a state without the transform.
 
+    `works` are what the update of a matrix of each group computes, None if that is unknown.
     `others` are the leaves that are no matrices, `others_places` where their state is: like the
     weight if it has its shape, or None. `states` are the structures of the state of one leaf of
     each group, `owned` tells which of its leaves depend on the matrix, `moves_params` and
@@ -49,6 +51,7 @@ class Layout:
 
     tree: Any
     groups: tuple[MatrixGroup, ...]
+    works: tuple[int | None, ...]
     others: tuple[int, ...]
     others_places: tuple[NamedSharding | None, ...]
     states: tuple[Any, ...]
@@ -79,6 +82,11 @@ class MatrixState:
     def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
         names = "stacks", "shared", "others"
         return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
+
+    def notes(self) -> list[str]:
+        """What `mylib.explain` says below its table."""
+        layout = self.layout
+        return [note_on(layout.groups, layout.works)] if layout.groups else []
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> "MatrixState":

@@ -21,6 +21,7 @@ from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
 from .lifetimes import Live, lives_of
+from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 
@@ -104,6 +105,7 @@ class Prices:
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
         self.sums = _Events(sums, groups_of)
+        self.matrices = list(matrix_products(traced.jaxpr))
         self.after = np.array([x.after.number for x in sums], int)
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
@@ -287,16 +289,19 @@ class _Pricing:
         exposed = tensor * (
             1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
         )
-        body = body.sum()
+        matrices, divided = self.matrices()
+        body, low = body.sum() - divided / self.prices.real.of_products, low - divided
+        sent = moved + tensor + matrices
         parts = {
             "computation": body,
             "gathers of weights": gathers.sum(),
             "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
+            "gathers of the optimiser": matrices,
         }
         return Price(
-            seconds=float(body + exposed + moved - hidden),
-            interval=(float(max(low, moved + tensor)), float(body + moved + tensor)),
+            seconds=float(body + exposed + matrices + moved - hidden),
+            interval=(float(max(low, sent)), float(body + sent)),
             memory=self.memory(),
             parts={name: float(x) for name, x in parts.items() if x},
             sent=dict(sorted(self.sent.items())),
@@ -389,6 +394,19 @@ class _Pricing:
             nbytes = np.repeat(inputs.amounts / self.splits(inputs.dims), _GATHERED)
             took += self.send("all-gather", (MODEL,), nbytes, np.repeat(inputs.places, _GATHERED))
         return took
+
+    def matrices(self) -> tuple[float, float]:
+        """The seconds of what an optimiser of whole matrices gathers, which nothing hides, as each
+        product waits for the one before it; and what its products take less at the data sheet's
+        rates, as each device computes its rows.
+        """
+        products, over = self.prices.matrices, self.strategy.over
+        nbytes = [x.nbytes / self.model for x in products for _ in range(x.times)]
+        took = self.send("all-gather", over, np.array(nbytes), np.zeros(len(nbytes), int))
+        rates = self.prices.ideal.flops
+        # They are divided over "model" already, as weights are.
+        alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
+        return float(took.sum()), alone * (1 - 1 / self.size(over))
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""

@@ -1,10 +1,11 @@
 """`explain`: shows where every leaf would go, why, and the memory it needs, without moving it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Protocol, runtime_checkable
 
+import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import PyTree
 
@@ -45,6 +46,13 @@ class PlanOfArguments(Protocol):
     def axes(self) -> Mapping[str, int]: ...
 
 
+@runtime_checkable
+class Noted(Protocol):
+    """A node that has something to say of itself: a state of `mylib.by_matrix`."""
+
+    def notes(self) -> list[str]: ...
+
+
 def explain(
     tree: PyTree[Any],
     placement: "PyTree[Placement] | PlanOfArguments | EllipsisType" = ...,
@@ -83,14 +91,14 @@ def explain(
         assert not explanation.faults
         ```
     """
-    leaves = split(tree)
+    leaves, notes = split(tree), _notes_in(tree)
     world = current_world()
     if isinstance(placement, PlanOfArguments):
         axes, placement = placement.axes, placement.arguments[argument]
         # JAX 0.12 would make Explicit axes.
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
     if placement is ...:
-        return Explanation(present_rows(leaves, world), ())
+        return Explanation(present_rows(leaves, world), (), notes)
     # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.
     abstract = replace(leaves, kinds=[Kind.ABSTRACT] * len(leaves.kinds))
     decision = decide(abstract, placement, mesh, world)
@@ -105,7 +113,13 @@ def explain(
             place = target or current_place(leaves.arrays[i], leaves.kinds[i])
             place = place and grounded(sharding_of(place), world)
             rows.append(Row(leaf.alone(), target, place, _reason(entry, leaf), False))
-    return Explanation(tuple(rows), tuple(decision.faults))
+    return Explanation(tuple(rows), tuple(decision.faults), notes)
+
+
+def _notes_in(tree: Any) -> tuple[str, ...]:
+    is_noted: Callable[[Any], bool] = lambda x: isinstance(x, Noted)  # noqa: E731
+    nodes = filter(is_noted, jtu.tree_leaves(tree, is_leaf=is_noted))
+    return tuple(text for node in nodes for text in node.notes())
 
 
 def _reason(entry: Any, leaf: Leaf) -> str:
@@ -135,10 +149,12 @@ class Explanation(Shown, Rows):
         abstract mesh are numbered.
     - `most_loaded`: the device that would hold the most bytes, and their number; None if no device
         would hold any.
+    - `notes`: what a state of [`mylib.by_matrix`][] says: how evenly its matrices are given out.
     - `replicated`: the rows of large leaves (1 MiB or more) that every device would hold whole.
     """
 
     faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> tuple[Row, ...]:
@@ -156,10 +172,16 @@ class Explanation(Shown, Rows):
         return label, shape, dtype, row.spec, nbytes, per_device, row.why
 
     def _notes(self) -> list[str]:
-        return [*totals(self), *self._waste()]
+        return [*totals(self), *self.notes, *self._waste()]
 
     def _notes_of_page(self) -> list[str]:
-        return [*totals(self), *self._meshes.lines(), *self._waste(), *self._unfit()]
+        return [
+            *totals(self),
+            *self.notes,
+            *self._meshes.lines(),
+            *self._waste(),
+            *self._unfit(),
+        ]
 
     def _below(self, paint: Paint) -> list[str]:
         return [line for text in self._unfit() for line in ("", paint(text, RED))]

@@ -4,6 +4,7 @@ python tests/matrices/random_trees.py --seeds 0-300     a line for each that dif
 """
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -23,7 +24,12 @@ from training import difference, random_like, run
 import mylib
 from mylib.rules import fsdp
 
-MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"copies": 2, "data": 2, "model": 2})
+MESHES = (
+    {"data": 8},
+    {"copies": 2, "data": 4},
+    {"data": 4, "model": 2},
+    {"copies": 2, "data": 2, "model": 2},
+)
 TRANSFORMS = {
     "muon": muon,
     "muon, adaptive": lambda: muon(adaptive=True),
@@ -37,24 +43,70 @@ TRANSFORMS = {
 
 
 def tree_of(draw):
-    """Lists, dicts and tuples of matrices of few shapes, and vectors."""
+    """Lists, dicts and tuples of matrices of few shapes, stacks of them, and vectors."""
     shapes = [(8 * draw.randint(1, 3), 8 * draw.randint(1, 3)) for _ in range(draw.randint(1, 3))]
-    leaf = lambda: draw.choice(shapes) if draw.random() < 0.8 else (8 * draw.randint(1, 2),)  # noqa: E731
+
+    def leaf():
+        if draw.random() < 0.2:
+            return (8 * draw.randint(1, 2),)
+        stacked = (draw.choice([3, 8]),) if draw.random() < 0.25 else ()
+        return *stacked, *draw.choice(shapes)
+
     some = lambda: [leaf() for _ in range(draw.randint(1, 6))]  # noqa: E731
     return {"a": some(), "b": tuple(some()), "c": {"d": leaf(), "e": some()}}
+
+
+def dims_of(leaf):
+    return (0, 1, 2) if leaf.ndim == 3 else mylib.rules.PASS
 
 
 def placement_of(draw, mesh):
     axes, pattern = list(mesh.axis_names), draw.random()
 
     def spec(leaf):
-        if leaf.ndim != 2:
+        if leaf.ndim < 2:
             return P()
         made = random.Random(f"{leaf.shape}{pattern}")
-        entries = [made.choice([None, *axes]), made.choice([None, *axes])]
-        return P(*entries) if entries[0] != entries[1] else P(entries[0])
+        # Each axis is given to a dimension that it divides, or to none.
+        entries = [[] for _ in leaf.shape]
+        for axis in axes:
+            dim = made.choice([None, *range(leaf.ndim)])
+            parts = 1 if dim is None else math.prod(mesh.shape[a] for a in (*entries[dim], axis))
+            if dim is not None and leaf.shape[dim] % parts == 0:
+                entries[dim].append(axis)
+        return P(*(tuple(x) or None for x in entries))
 
-    return draw.choice([fsdp("data", min_size=1), fsdp(tuple(axes), min_size=1), spec])
+    return draw.choice([fsdp("data", min_size=1), fsdp(tuple(axes), min_size=1), spec, spec])
+
+
+def transform_of(draw, flat, tree):
+    """Different ones by labels, or one with a mask."""
+    several = [TRANSFORMS[name]() for name in draw.sample(sorted(TRANSFORMS), 2)]
+    if draw.random() < 0.3:
+        mask = [len(x) > 1 and draw.random() < 0.7 for x in flat]
+        return optax.masked(several[0], tree.unflatten(mask))
+    labels = [("ab"[draw.random() < 0.3] if len(x) > 1 else "scale") for x in flat]
+    by_label = {"a": several[0], "b": several[1], "scale": optax.scale(0.5)}
+    return optax.multi_transform(by_label, tree.unflatten(labels))
+
+
+def apart(tree):
+    """With the matrices of stacks as leaves."""
+    return jax.tree.map(lambda x: tuple(x) if x.ndim == 3 else x, tree)
+
+
+def beside(tree, reference):
+    """The largest difference from a tree in which the matrices of stacks are leaves."""
+    rest = iter(jax.tree.leaves(reference))
+    pairs = []
+    for x in map(np.asarray, jax.tree.leaves(tree)):
+        first = np.asarray(next(rest))
+        members = [first]
+        if x.shape != first.shape:
+            members += [np.asarray(next(rest)) for _ in range(len(x) - 1)]
+        pairs.append((x, np.stack(members) if x.shape != first.shape else first))
+    assert next(rest, None) is None
+    return difference(*map(list, zip(*pairs, strict=True)))
 
 
 def is_shape(x):
@@ -71,20 +123,18 @@ def check(seed):
     params = tree.unflatten(random_like(flat, seed))
     kept = placement_of(draw, mesh)
     over = draw.choice([None, tuple(sizes)])
-    labels = [("ab"[draw.random() < 0.3] if len(x) == 2 else "scale") for x in flat]
-    several = [TRANSFORMS[name]() for name in draw.sample(sorted(TRANSFORMS), 2)]
-    by_label = {"a": several[0], "b": several[1], "scale": optax.scale(0.5)}
-    transform = optax.multi_transform(by_label, tree.unflatten(labels))
+    transform = transform_of(draw, flat, tree)
     with jax.set_mesh(mesh):
-        ours = mylib.by_matrix(transform, kept, over)
+        ours = mylib.by_matrix(transform, kept, over, matrices=dims_of)
         placed = mylib.filter_shard(params, kept)
         updates, state = run(ours, placed, jax.jit(ours.init)(placed), 3)
         plain = mylib.by_matrix.to_plain(state)
         again = mylib.by_matrix.from_plain(jax.tree.map(np.asarray, plain), state)
         differs = difference(mylib.by_matrix.to_plain(again), plain)
         updates, plain = jax.tree.map(np.asarray, (updates, plain))
+    params = apart(params)
     expected, state = run(transform, params, transform.init(params), 3)
-    return max(difference(updates, expected), difference(plain, state), differs)
+    return max(beside(updates, expected), beside(plain, state), differs)
 
 
 def main():

@@ -351,3 +351,6 @@ def test_a_step_of_fsdp_holds_its_contract():
 
     report = mylib.audit(step, np.ones((32, 64), np.float32), model, state)
     report.expect(mylib.contracts.fsdp("data", argument="model"))
+    # Three matrices of one shape in one group, and one all-to-all each way, as they are written.
+    sent = report.among("all-to-all", "data")
+    assert [(x.scope, x.inserted, x.times) for x in sent] == [("by_matrix", False, 1)] * 2

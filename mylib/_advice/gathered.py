@@ -1,0 +1,132 @@
+"""Warns of optimisers that need whole matrices and are given sharded ones: the compiler gathers
+them for each product.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from .._compat import lines_of, names, opened
+from .._errors import AuditError, ReplicatedWarning, warn
+from .._programs import all_equations, jaxprs_in, optimiser_of
+from .._text import counted, show_bytes, some
+from .._tree import Arrays
+
+# A step that sends less than this for it is not slow.
+_LITTLE = 2**20
+# What leaves a matrix the same one.
+_AS_IT_IS = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
+
+
+def about_gathered(
+    name: str,
+    arrays: Arrays,
+    returned: Arrays,
+    find_names: Callable[[], Sequence[str]],
+    count: int,
+    program: Callable[[], tuple[Any, jax.stages.Lowered]],
+) -> bool:
+    """Warns of an optimiser whose matrices are gathered more often than once each. The arguments
+    are as for `about_replicated`. Returns whether it did.
+    """
+    held = _sharded(arrays[:count])
+    # An optimiser returns the weights that it is given.
+    if held.keys().isdisjoint(_sharded(returned)):
+        return False
+    traced, lowered = program()
+    squares = _Squares()
+    squares.look_at(traced.jaxpr)
+    sides = squares.found & {*held}
+    if not sides:
+        return False
+    whole = [i for x in sides for i in held[x]]
+    once = sum(arrays[i].nbytes for i in whole)
+    times, sent = _inserted(lowered.compile(), set(_lines_of_optimisers(traced.jaxpr)))
+    if sent < max(_LITTLE, once):
+        return False
+    paths = find_names()
+    leaves = some([paths[i] for i in whole])
+    warn(
+        f"{name}: the optimiser multiplies whole matrices, and the compiler gathers "
+        f"them for one product after the other: each device sends {show_bytes(sent)} in "
+        f"{counted(times, 'collective')}, where {leaves} hold {show_bytes(once)}. Write "
+        "mylib.by_matrix(transform, kept) in place of transform: a matrix is sent to one device, "
+        "which updates it, and its update is sent back",
+        ReplicatedWarning,
+    )
+    return True
+
+
+def _sharded(arrays: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:
+    """The matrices, and stacks of them, that are split over devices, by their sides."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, x in enumerate(arrays):
+        if isinstance(x, jax.Array) and x.ndim > 1 and not x.sharding.is_fully_replicated:
+            found.setdefault(_sides(x.shape), []).append(i)
+    return found
+
+
+def _sides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(shape[-2:]))
+
+
+class _Squares:
+    """Finds the sides of matrices that an optimiser multiplies by themselves, as Newton-Schulz and
+    Shampoo's statistics do. What is inside of `shard_map` has whole matrices.
+    """
+
+    def __init__(self):
+        self.found: set[tuple[int, ...]] = set()
+        # The equations around the one that is looked at. In a loop JAX doesn't know which function
+        # has called the loop.
+        self._around: list[Any] = []
+
+    def look_at(self, program: Any, operands: Sequence[Any] | None = None) -> list[Any]:
+        """`operands` are numbers for the values that it is given, equal for equal matrices. Returns
+        those of its results.
+        """
+        jaxpr = opened(program)
+        given = map(id, jaxpr.invars) if operands is None else operands
+        # By the ids of variables, as literals can't be hashed.
+        numbers = dict(zip(map(id, jaxpr.invars), given, strict=True))
+        for eqn in jaxpr.eqns:
+            values = [numbers.get(id(x), id(x)) for x in eqn.invars]
+            numbers.update(zip(map(id, eqn.outvars), self._through(eqn, values), strict=False))
+        return [numbers.get(id(x), id(x)) for x in jaxpr.outvars]
+
+    def _through(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in _AS_IT_IS:
+            return values
+        if name == names.DOT and values[0] == values[1]:
+            if any(map(optimiser_of, [*self._around, eqn])):
+                self.found.add(_sides(eqn.invars[0].aval.shape))
+            return []
+        if name == names.SHARD_MAP or name in names.KERNELS:
+            return []
+        self._around.append(eqn)
+        results = [self.look_at(x, values if name == names.JIT else None) for x in jaxprs_in(eqn)]
+        self._around.pop()
+        return results[0] if name == names.JIT else []
+
+
+def _lines_of_optimisers(program: Any) -> Iterator[str]:
+    for eqn in all_equations(program):
+        if optimiser_of(eqn):
+            yield from lines_of(eqn)
+
+
+def _inserted(compiled: Any, lines: set[str]) -> tuple[int, int]:
+    """How many collectives at these lines the compiler has inserted, and the bytes that a device
+    sends in them.
+    """
+    from .._audit import audit  # which most programs don't need
+
+    try:
+        report = audit(compiled)
+    except AuditError:  # a program that isn't understood is no reason for a warning
+        return 0, 0
+    found = [c for c in report.collectives if c.inserted and c.source in lines]
+    times = [c.times or 1 for c in found]
+    return sum(times), sum(n * c.wire_bytes for n, c in zip(times, found, strict=True))
