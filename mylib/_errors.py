@@ -285,6 +285,17 @@ def line_of_caller() -> str:
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+def line_that_raised(error: BaseException) -> str:
+    """The user's line that raised an error: `train.py:31`."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [
+        f"{Path(frame.f_code.co_filename).name}:{line}"
+        for frame, line in frames
+        if _package_of(frame) not in _PASSED_THROUGH
+    ]
+    return lines[-1] if lines else ""
+
+
 def _caller() -> tuple[FrameType | None, int]:
     """The frame that called this package, and how far it is from the caller of this function."""
     frame, level = inspect.currentframe(), 0

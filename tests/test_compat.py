@@ -49,6 +49,7 @@ from mylib._compat import (
     function_of_equinox,
     functions_of,
     host_callbacks,
+    index_of_process,
     is_filter_jit,
     label_of,
     nodes_of,
@@ -648,6 +649,7 @@ class TestPrivateNames:
     def test_one_process_has_nobody_to_talk_to(self):
         name = "jax._src.distributed.global_state.client"
         assert coordination_client() is None, advice(name)
+        assert index_of_process() == 0, advice("jax._src.distributed.global_state.process_id")
 
     def test_a_broken_connection(self):
         name = "jax.experimental.transfer.TransferConnection._poison_connection"

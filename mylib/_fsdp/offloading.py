@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import metadata
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -13,14 +12,21 @@ from jax.interpreters import ad, batching, mlir
 # On GPUs a loop reads what it has offloaded in the wrong order: openxla/xla 46231. Not in 0.10.2,
 # and no longer in 0.12.0.
 WRONG_ON_GPUS = ("0.11.0",)
-_VERSION = metadata.version("jaxlib")
+
+
+@cache
+def _version() -> str:
+    # Imported here: it takes longer than the rest of this room.
+    from importlib import metadata
+
+    return metadata.version("jaxlib")
 
 
 def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint`. Where offloading is wrong, gradients on GPUs are refused if the policy
     offloads.
     """
-    if policy is None or _VERSION not in WRONG_ON_GPUS:
+    if policy is None or _version() not in WRONG_ON_GPUS:
         return jax.checkpoint(run, policy=policy, **options)
     watched = _watched(policy)
 
@@ -71,7 +77,7 @@ def _lower_for_gpus(ctx: Any, x: Any, *, policy: _Watched, moves: bool) -> Any:
     if moves and policy.offloads:
         raise RuntimeError(
             "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On GPUs "
-            f"XLA of jaxlib {_VERSION} reads those of a loop in the wrong order "
+            f"XLA of jaxlib {_version()} reads those of a loop in the wrong order "
             "(openxla/xla 46231), and gradients would be wrong. Use another version of jaxlib, or "
             "a policy that doesn't offload"
         )

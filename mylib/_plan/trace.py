@@ -14,7 +14,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .._errors import PlacementError
+from .._compat import names
+from .._errors import PlacementError, line_that_raised
 from .._fsdp import fully_shard, is_layer
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
@@ -346,9 +347,17 @@ def trace(
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
         raise _not_plain(error) from error
+    except (RuntimeError, ValueError) as error:
+        if names.TEXT_NO_MESH not in str(error):
+            raise
+        raise PlanError(
+            f"{_PLAIN}. {line_that_raised(error)} gives JAX a PartitionSpec, which needs a mesh: "
+            "leave that out, or write mylib.filter_shard(x, mylib.rules.where_present(spec)), "
+            "which only a mesh with these axes obeys"
+        ) from error
     if not calls.seen:
-        names = ", ".join(step.called(role.path) for role in step.roles)
-        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
+        models = ", ".join(step.called(role.path) for role in step.roles)
+        raise PlanError(f"the step calls none of its models ({models}). {_by_hand(step)}")
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
 
 

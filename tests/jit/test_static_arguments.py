@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from changing import Config, Holder
 from contexts import AUTO as MESH
 from jax.sharding import PartitionSpec as P
 
@@ -20,17 +21,6 @@ JITS = {
     "plain": mylib.filter_jit,
     "placed": functools.partial(mylib.filter_jit, out_shardings=P(), mesh=MESH),
 }
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class Config:
-    rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    config: Config
-    name: str = "a"
 
 
 class Scale(eqx.Module):
