@@ -1,6 +1,5 @@
 """Static arguments that change in place, that can't be compared, and what is let go of them."""
 
-import dataclasses
 import functools
 import gc
 import weakref
