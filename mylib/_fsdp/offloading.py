@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -16,9 +17,7 @@ WRONG_ON_GPUS = ("0.11.0",)
 
 @cache
 def _version() -> str:
-    # Imported here: it takes longer than the rest of this room.
-    from importlib import metadata
-
+    # Not when this is imported: it searches all that is installed.
     return metadata.version("jaxlib")
 
 
