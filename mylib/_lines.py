@@ -3,6 +3,7 @@
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -80,3 +81,10 @@ def line_of_caller() -> str:
     """The user's line that called this package: `train.py:31`."""
     frame = calling_frame()
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def line_that_raised(error: BaseException) -> str:
+    """The user's line that raised an error: `train.py:31`."""
+    frames = [*traceback.walk_tb(error.__traceback__)][::-1]
+    found = innermost(frames, lambda frame: frame[0].f_code.co_filename)
+    return "" if found is None else f"{Path(found[0].f_code.co_filename).name}:{found[1]}"

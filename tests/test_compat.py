@@ -46,6 +46,7 @@ from mylib._compat import (
     function_of_equinox,
     functions_of,
     host_callbacks,
+    index_of_process,
     is_filter_jit,
     label_of,
     lines_of,
@@ -130,6 +131,9 @@ USES = {
     "jax._src.distributed.global_state.client": (
         "the service through which processes find each other: a store of keys and values, and "
         "barriers. tests/test_processes.py uses it in several processes"
+    ),
+    "jax._src.distributed.global_state.process_id": (
+        "this process's index, which `jax.process_index()` starts the devices for"
     ),
     "jax._src.cudnn.fused_attention_stablehlo.check_compute_capability": (
         "called with a string such as '9.0' while cuDNN's attention is traced; replaced for GPUs "
@@ -620,6 +624,8 @@ class TestPrivateNames:
     def test_one_process_has_nobody_to_talk_to(self):
         name = "jax._src.distributed.global_state.client"
         assert coordination_client() is None, advice(name)
+        name = "jax._src.distributed.global_state.process_id"
+        assert index_of_process() == 0, advice(name)
 
     def test_a_broken_connection(self):
         name = "jax.experimental.transfer.TransferConnection._poison_connection"

@@ -682,6 +682,14 @@ def donated_twice():
     jax.jit(lambda x, y: (x + 1, y + 2), donate_argnums=(0, 1))(x, x)
 
 
+def no_mesh():
+    try:
+        jax.jit(lambda x: jax.sharding.reshard(x, SPLIT))(X)
+    except ValueError as error:
+        assert names.TEXT_NO_MESH in str(error)
+    jax.jit(lambda x: lax.with_sharding_constraint(x, SPLIT))(X)
+
+
 def check_fails():
     jax.block_until_ready(jax.jit(lambda x: eqx.error_if(x, x[0] == 0, "zero"))(X))
 
@@ -696,6 +704,7 @@ ERRORS = {
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
+    "TEXT_NO_MESH": no_mesh,
     "TEXT_OTHER_MESH": other_mesh,
     "TEXT_OTHER_TYPE": other_type,
 }

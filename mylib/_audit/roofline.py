@@ -21,8 +21,8 @@ class Estimate:
     - `seconds`: the time of a call.
     - `interval`: the seconds of a call at least and at most. At least: each operation reaches the
         data sheet's rates, and all communication is hidden behind computation. At most: none is
-        hidden, and each operation first moves its data and then computes; infinite if something
-        is unknown.
+        hidden, and each operation first moves its data and then computes, where the shares of a
+        chip are unknown at the lowest of those that are known; infinite if something is unknown.
     - `parts`: the seconds of each part: `"compute"`, `"memory"`, and `"communication over ..."` the
         mesh axes.
     - `exposed`: the seconds in which a device waits for communication, which are a part of
@@ -97,8 +97,10 @@ def estimate(
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
-    most = sum(parts.values())
-    low = max(low, most - parts["compute"] - parts["memory"])
+    communication = sum(parts.values()) - parts["compute"] - parts["memory"]
+    slowest = _slowest(machine.chip, real)
+    most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    low = max(low, communication)
     total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
     return Estimate(
         seconds=total,
@@ -168,6 +170,18 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
         )
     shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
     return ideal, Speed(*ideal[:2], *shares), assumed
+
+
+def _slowest(chip: Chip, real: Speed) -> Speed:
+    """With the lowest share that is known of any chip in the place of one that is not."""
+    known = [x.reached for x in CHIPS.values()]
+    lowest = {name: min(x[name] for x in known if name in x) for name in _SHARES}
+    given = (real.of_products, real.of_kernels, real.of_memory)
+    shares = (
+        share if name in chip.reached else lowest[name]
+        for name, share in zip(_SHARES, given, strict=True)
+    )
+    return Speed(*real[:2], *shares)
 
 
 _SHARES = "products", "kernels", "memory"

@@ -34,6 +34,7 @@ from .private import (
     functions_of as functions_of,
     hide_from_breakpoints as hide_from_breakpoints,
     host_callbacks as host_callbacks,
+    index_of_process as index_of_process,
     is_compile_only as is_compile_only,
     is_eager as is_eager,
     is_filter_jit as is_filter_jit,

@@ -289,6 +289,8 @@ TEXT_DELETED = "deleted"
 TEXT_DONATE = "donate"
 # The start of JAX's warning, which names no array.
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
+# A PartitionSpec without a mesh.
+TEXT_NO_MESH = "jax.set_mesh"
 # A function inside shard_map captures an array on another mesh.
 TEXT_OTHER_MESH = "should match the mesh of sharding"
 # One on Explicit axes.

@@ -308,6 +308,11 @@ def coordination_client() -> CoordinationClient | None:
     return distributed.global_state.client
 
 
+def index_of_process() -> int:
+    """This process's index, without starting its devices."""
+    return distributed.global_state.process_id
+
+
 def set_once(client: CoordinationClient, key: str, value: str) -> bool:
     """False if the service has this key already."""
     try:

@@ -102,12 +102,27 @@ class Lowered:
             raise not_here(self._origin.name)
         try:
             compiled = deserialized(executable, self.lowered, devices)
-        except pickle.UnpicklingError as error:
-            raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
+        except _NOT_READ as error:
+            raise SavedProgramError(
+                f"{path} holds no executable that can be loaded: {error}. Compile it again"
+            ) from error
         return Compiled(self._origin, self.lowered, compiled, _file=path)
 
 
-# JAX and `pickle` raise these for objects in a program that can't be in a file.
+# What JAX and `pickle` raise for a file that something else has written, with the right hash.
+_NOT_READ = (
+    jax.errors.JaxRuntimeError,
+    pickle.PickleError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+# What they raise for objects in a program that can't be in a file.
 _NOT_SERIALISED = (
     pickle.PickleError,
     AttributeError,

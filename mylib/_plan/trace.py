@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._belongs import Owners
+from .._compat import names
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
+from .._lines import line_that_raised
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
@@ -347,6 +349,14 @@ def trace(
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
         raise _not_plain(error) from error
+    except (RuntimeError, ValueError) as error:
+        if names.TEXT_NO_MESH not in str(error):
+            raise
+        raise PlanError(
+            f"{_PLAIN}. {line_that_raised(error)} gives JAX a PartitionSpec, which needs a mesh: "
+            "leave that out, or write mylib.filter_shard(x, mylib.rules.where_present(spec)), "
+            "which only a mesh with these axes obeys"
+        ) from error
     if not calls.seen:
         raise PlanError(_calls_none(step))
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)

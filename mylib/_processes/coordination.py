@@ -1,7 +1,9 @@
 """Meetings of processes through JAX's coordination service: on the host, without their devices."""
 
+import atexit
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import jax
 from .._compat import (
     CoordinationClient,
     coordination_client,
+    index_of_process,
     names,
     set_once,
     value_at,
@@ -21,6 +24,7 @@ Processes = tuple[int, ...]
 Judge = Callable[[dict[int, str]], str]
 
 JUDGED = "judged"
+_ENDED = "mylib/ended"
 
 
 class OneThread:
@@ -145,6 +149,23 @@ class Series:
     def _key(self) -> str:
         """The folder of the current meeting."""
         return f"{self.place}/{self.turn}"
+
+
+def tell_end() -> None:
+    """Tells the other processes that this one makes no calls any more."""
+    client = coordination_client()
+    if client is not None:
+        with suppress(jax.errors.JaxRuntimeError):  # The service may be gone.
+            set_once(client, f"{_ENDED}/{index_of_process()}", "")
+
+
+# Before JAX leaves the other processes, since JAX has been imported before.
+atexit.register(tell_end)
+
+
+def ended() -> set[int]:
+    """The processes whose programs have ended."""
+    return {*values_by_process(connected(), _ENDED)}
 
 
 def connected() -> CoordinationClient:

@@ -19,7 +19,7 @@ from .._errors import MylibError
 from .._lines import line_of_caller
 from .._watched import waits
 from .comparing import programs_of, read_in_order, wait_in_step
-from .coordination import JUDGED, Conclusion, Judge, Processes, Series
+from .coordination import JUDGED, Conclusion, Judge, Processes, Series, ended
 from .environment import TIMEOUT, patience
 from .groups import digest, named
 from .order import IN_ORDER, TransferError
@@ -28,8 +28,9 @@ from .order import IN_ORDER, TransferError
 # messages.
 Meet = Callable[[str, Judge], str]
 
-# In seconds. At this interval a waiting process checks whether the deciding one has died.
-_STEP = 10.0
+# In seconds. At these intervals, the first and later ones, a waiting process checks whether the
+# deciding one has died, and whether one that it waits for has ended.
+_FIRST_STEP, _STEP = 1.0, 10.0
 
 # Conclusions of meetings that not all processes attended. FAILED: some did not come in time, or one
 # was interrupted. VOID: only calls that had failed came; others may have had nothing to compare.
@@ -111,8 +112,10 @@ class _Visit:
         return conclusion
 
     def _concluded(self, mine: str, judge: Judge, deadline: float, timeout: float) -> Conclusion:
-        """Sends a message, and waits for the others until the deadline."""
-        series = self.series
+        """Sends a message, and waits for the others until the deadline, or until one that has not
+        come has ended.
+        """
+        series, step = self.series, _FIRST_STEP
 
         def judge_all(messages: dict[int, str]) -> str:
             return judge({index: text[1:] for index, text in messages.items()})
@@ -120,18 +123,24 @@ class _Visit:
         series.say(f"{int(self.alone)}{mine}", judge_all)
         while True:
             left = deadline - time.monotonic()
-            conclusion = series.hear(judge_all, max(0.1, min(_STEP, left)))
+            conclusion = series.hear(judge_all, max(0.1, min(step, left)))
             if conclusion is not None:
                 return conclusion
-            if left <= _STEP:
-                messages = series.messages()
-                missing = [index for index in series.processes if index not in messages]
+            is_late, step = left <= step, min(2 * step, _STEP)
+            # Before the messages are read: one that has ended sends none after that.
+            has_ended = ended().intersection(series.processes)
+            if not is_late and not has_ended:
+                continue
+            messages = series.messages()
+            missing = [index for index in series.processes if index not in messages]
+            gone = [index for index in missing if index in has_ended]
+            if gone or (is_late and missing):
                 came_for_it = any(not int(text[0]) for text in messages.values())
-                if missing:
-                    kind = _FAILED if came_for_it else _VOID
-                    series.conclude(kind, json.dumps([missing, timeout, "", series.calls]))
-                else:  # one has died after its message, before it was counted
-                    series.conclude(JUDGED, judge_all(messages))
+                kind = _FAILED if came_for_it else _VOID
+                about = [gone, None] if gone else [missing, timeout]
+                series.conclude(kind, json.dumps([*about, "", series.calls]))
+            elif is_late:  # one has died after its message, before it was counted
+                series.conclude(JUDGED, judge_all(messages))
 
     def _failure(self, purpose: str, conclusion: Conclusion) -> Exception:
         who, about, breach, _ = json.loads(conclusion.text)
@@ -141,6 +150,9 @@ class _Visit:
         if isinstance(about, str):
             text = f"{named(who)} was interrupted ({about}) when the processes compared ({purpose})"
             text += ", so this call has failed in all of them. They can go on with the next one"
+        elif about is None:
+            have = "has" if len(who) == 1 else "have"
+            text = f"{named(who)} {have} ended, and did not come to compare ({purpose}). {_CALLS}"
         elif me not in who:
             text = f"{named(who)} did not come within {about:g} s to compare ({purpose}). "
             text += _advice(purpose)
@@ -273,12 +285,14 @@ def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone, in_order=True)
 
 
+_CALLS = "Every process with devices of the mesh must make the same calls in the same order"
+
+
 def _advice(purpose: str) -> str:
     unless = "; if it makes no such call, place with check=False" if purpose == "placement" else ""
     return (
-        "Every process with devices of the mesh must make the same calls in the same order. If one "
-        f"is slow, set {TIMEOUT} to more seconds{unless}. This call has failed in all "
-        "of them: all must try it again, or none"
+        f"{_CALLS}. If one is slow, set {TIMEOUT} to more seconds{unless}. This call has failed in "
+        "all of them: all must try it again, or none"
     )
 
 

@@ -45,6 +45,14 @@ def test_each_operation_waits_for_the_slower_of_both():
     assert low == pytest.approx(0.55 + 0.7, rel=1e-3) and high == pytest.approx(2, rel=1e-3)
 
 
+def test_unknown_shares_of_a_chip():
+    """At most as long as at the lowest share that is known: H100's of products, not v6e's."""
+    v4 = machines.tpu("v4", (2, 2, 1))
+    found = estimate(work((1, products(v4.chip.flops["bfloat16"]), 0)), [], {}, v4)
+    assert found.seconds == pytest.approx(1 / 0.95, rel=1e-3)
+    assert found.interval == pytest.approx((1, 1 / 0.55), rel=1e-3)
+
+
 HALF = Message("all-gather", ("data",), int(0.5 * 0.77 * 450e9), 1)
 PRODUCT = Operation(1, products(0.55 * FLOPS), 0)
 

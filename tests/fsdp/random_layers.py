@@ -257,6 +257,13 @@ def draw_derivative(seed: int) -> Program:
         changes |= {"used": "replicated", "saved": False}
     if not changes["checkpoint"]:
         changes["saved"] = False
+    mapped = changes["derivative"].endswith("by scale") or program.way.startswith("ensemble")
+    depends = program.top in ("embedding", "tied") or program.way == "two models"
+    if program.arrangement == "branch" and mapped and depends:
+        # The input of the branch depends on weights that are batched. So JAX computes both sides,
+        # and selects between the sharded weights that they close over. It refuses that on Explicit
+        # axes, in plain JAX, too.
+        changes["arrangement"] = "loop"
     return replace(program, **changes)
 
 

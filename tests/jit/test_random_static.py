@@ -4,7 +4,6 @@ the same: the results are those of the function itself, and it is traced as ofte
     python tests/jit/test_random_static.py 0 1000       these seeds
 """
 
-import dataclasses
 import random
 import sys
 import warnings
@@ -13,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from changing import Config, Holder
 from jax.sharding import PartitionSpec as P
 
 import mylib
@@ -21,17 +21,6 @@ MESH = mylib.make_mesh(data=len(jax.devices()))
 X = jnp.arange(8.0)
 # Older ones run the old program.
 PEERS_LOOK_AGAIN = jax.__version_info__ >= (0, 12)
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class Config:
-    rate: object
-
-
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    config: object
-    name: str = "a"
 
 
 class Model(eqx.Module):

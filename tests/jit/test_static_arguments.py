@@ -1,6 +1,5 @@
 """Static arguments that change in place, that can't be compared, and what is let go of them."""
 
-import dataclasses
 import functools
 import gc
 import weakref
@@ -9,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from changing import Config, Holder
 from contexts import AUTO as MESH
 from jax.sharding import PartitionSpec as P
 
@@ -20,17 +20,6 @@ JITS = {
     "plain": mylib.filter_jit,
     "placed": functools.partial(mylib.filter_jit, out_shardings=P(), mesh=MESH),
 }
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class Config:
-    rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    config: Config
-    name: str = "a"
 
 
 class Scale(eqx.Module):

@@ -322,6 +322,25 @@ class TestFiles:
         path.write_bytes(content)
         assert told in message(path)
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda content: b"",
+            lambda content: content[:-20],
+            lambda content: b"\x80\x05" + b"Q" * 20,
+            lambda content: content.replace(b"\x94", b"\x95", 1),
+            lambda content: content.replace(b"xla_in_layouts", b"xla_in_lay/uts"),
+            lambda content: pickle.dumps([1, 2]),
+            lambda content: content.replace(b"ELF", b"EL?"),
+        ],
+    )
+    def test_another_executable(self, path, change):
+        """With the right hash: something else has written it."""
+        saved(path)
+        program, content = files.read(path)
+        files.write(path, program, change(content))
+        assert "holds no executable that can be loaded" in message(path)
+
     def test_a_newer_one(self, path, monkeypatch):
         monkeypatch.setattr(files, "_FORM", 2)
         saved(path)

@@ -146,6 +146,32 @@ def test_a_step_with_fully_shard(sharded, machine):
 
 
 @pytest.mark.parametrize(
+    "placed",
+    [
+        lambda x: jax.lax.with_sharding_constraint(x, P()),
+        lambda x: jax.sharding.reshard(x, P("data")),
+        lambda x: jax.device_put(x, P("data")),
+    ],
+)
+def test_a_step_with_constraints_of_jax(placed):
+    def step(batch, model, state):
+        return STEP(placed(batch), model, state)
+
+    with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+        mylib.plan(step, BATCH, *start(), machine="h100 x 16", compile=0)
+    assert "test_plan_meshes.py:" in str(caught.value)
+    assert "mylib.filter_shard(x, mylib.rules.where_present(spec))" in str(caught.value)
+
+
+def test_a_constraint_that_a_plan_may_lack():
+    def step(batch, model, state):
+        batch = mylib.filter_shard(batch, mylib.rules.where_present(P("data")))
+        return STEP(batch, model, state)
+
+    mylib.plan(step, BATCH, *start(), machine="h100 x 16", policies=("full",), compile=0)
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"in_shardings": {"batch": P("data")}},

@@ -1,4 +1,4 @@
-"""A process whose program ends at once has told the others what it has called."""
+"""What the others know of a process whose program has ended."""
 
 import textwrap
 
@@ -56,4 +56,37 @@ def test_the_sender_ends(case, told, tmp_path, checkout_env):
     path = tmp_path / "leave.py"
     path.write_text(textwrap.dedent(PROGRAM))
     done = run_python("-m", "mylib.testing", "launch", "-n2", path, case, env=checkout_env)
+    assert told in done.stdout, done.stdout + done.stderr
+
+
+COMPARED = """
+    import time
+    import jax, numpy as np
+    from jax.sharding import AxisType, Mesh, PartitionSpec as P
+    import mylib
+
+    jax.distributed.initialize()
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    x = np.zeros(8, np.float32)
+    if jax.process_index():
+        y = mylib.filter_shard(x, P("data"), mesh=mesh)
+        start = time.monotonic()
+        try:
+            mylib.filter_shard(x, P(), mesh=mesh)
+        except TimeoutError as error:
+            print(f"{error}, after {int(time.monotonic() - start) // 60} minutes")
+    else:
+        mylib.filter_shard(x, P("data"), mesh=mesh)
+"""
+
+
+@pytest.mark.slow
+def test_one_that_others_wait_for_ends(tmp_path, checkout_env):
+    path = tmp_path / "end.py"
+    path.write_text(textwrap.dedent(COMPARED))
+    done = run_python("-m", "mylib.testing", "launch", "-n2", path, env=checkout_env)
+    told = (
+        "process 0 has ended, and did not come to compare (placement). Every process with devices "
+        "of the mesh must make the same calls in the same order, after 0 minutes"
+    )
     assert told in done.stdout, done.stdout + done.stderr

@@ -106,4 +106,4 @@ def test_recoverability_does_not_bring_it_back(start):
     assert told.startswith("RuntimeError: this process can't compare (placement): it has taken")
     assert "start them again" in told
     remains.go_on()
-    assert remains.says().startswith("AbsentError: process 1 did not come within 3 s")
+    assert remains.says().startswith("AbsentError: process 1 has ended, and did not come to comp")
