@@ -18,6 +18,8 @@ from .._placement import (
     Target,
     current_world,
     decide,
+    in_own_dtypes,
+    on_one_device,
     sharding_of,
     show,
     split_over,
@@ -149,6 +151,10 @@ def fully_shard(
             "leave one out"
         )
     methods = _checked(layers, checkpoint, policy)
+    if on_one_device.value:
+        return model
+    if in_own_dtypes.value:
+        dtype = reduce_dtype = None
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
     faults = [fault for decision in decisions for fault in decision.faults]

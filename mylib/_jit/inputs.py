@@ -22,6 +22,7 @@ from .._placement import (
     decide,
     is_placement_leaf,
     is_rule,
+    on_one_device,
 )
 from .._processes import one_call, processes_of_call, raised_in_all
 from .._transfer import place_leaves
@@ -94,7 +95,7 @@ class Inputs:
         the function needs them. If the call is abstract, nothing is moved.
         """
         world, variant, fun_arrays = current_world(), call.variant, call.fun_arrays
-        if world.staged and not self.also_staged:
+        if on_one_device.value or (world.staged and not self.also_staged):
             return call.arrays, fun_arrays, None
         state = self.state_of(call.arrays + fun_arrays, world)
         if state is not None and variant.in_place is not None and variant.in_place[0] == state:

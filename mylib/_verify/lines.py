@@ -1,0 +1,173 @@
+"""The first line of a program whose values differ from those of another program."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from .._compat import names
+from .._programs import bind_as, interpret, scanned
+
+# How many values are looked at in one run, and how often programs are run at most.
+_AT_ONCE, _RUNS = 24, 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value of a program: the `number`-th that a line computes by this primitive, with this
+    shape, in this pass, inside of these loops.
+    """
+
+    loops: tuple["Place", ...]
+    line: str
+    primitive: str
+    phase: str
+    shape: tuple[int, ...]
+    number: int
+
+    def __str__(self) -> str:
+        where = f", in the {self.phase}" if self.phase else ""
+        return f"{self.line}: {self.primitive}{where}"
+
+
+@dataclass
+class _Values:
+    """What a run, or one iteration of a loop in it, has computed at the places that are `wanted`;
+    all, if it is None.
+    """
+
+    loops: tuple[Place, ...] = ()
+    wanted: frozenset[Place] | None = None
+    found: dict[Place, Any] = field(default_factory=dict)
+    counts: Counter[Any] = field(default_factory=Counter)
+
+    def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
+        return interpret(program, args, self._call)
+
+    def _call(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name == names.SCAN:
+            return self._scan(eqn, args)
+        inside = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+        if name in _ENTERED and inside is not None:
+            return self.run(inside, _constrained(args, eqn.params.get("in_shardings")))
+        results = bind_as(eqn, args)
+        for x in results:
+            if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+                self._note(self._place(eqn, x), x)
+        return results
+
+    def _scan(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        place = self._place(eqn, None)
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+
+        def turn(carry: Any, xs: Any) -> Any:
+            inner = _Values((*self.loops, place), self.wanted)
+            results = inner.run(eqn.params["jaxpr"], [*args[:consts], *carry, *xs])
+            return results[:carried], (results[carried:], inner.found)
+
+        rest = args[consts:]
+        carry, (ys, found) = scanned(eqn, turn, list(rest[:carried]), list(rest[carried:]))
+        self.found.update(found)
+        return [*carry, *ys]
+
+    def _place(self, eqn: Any, x: Any) -> Place:
+        stack = f"{source_info_util.current_name_stack()}"
+        phase = "backward pass" if "transpose(" in stack else ""
+        shape = () if x is None else tuple(x.shape)
+        line, primitive = line_of(eqn), eqn.primitive.name
+        key = line, primitive, phase, shape
+        self.counts[key] += 1
+        return Place(self.loops, line, primitive, phase, shape, self.counts[key])
+
+    def _note(self, place: Place, x: Any) -> None:
+        if self.wanted is None or place in self.wanted:
+            self.found[place] = x
+
+
+# Calls whose equations are looked at. Into others, such as `shard_map`, nobody looks: their
+# results are compared.
+_ENTERED = {
+    names.CLOSED_CALL,
+    names.CUSTOM_JVP_CALL,
+    names.CUSTOM_VJP_CALL,
+    names.JIT,
+    names.REMAT,
+}
+
+
+def _constrained(args: Sequence[Any], shardings: Any) -> Sequence[Any]:
+    if shardings is None:
+        return args
+    return [
+        jax.lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.Sharding) else x
+        for x, s in zip(args, shardings, strict=True)
+    ]
+
+
+def line_of(eqn: Any) -> str:
+    """The line of the user's code."""
+    text = source_info_util.summarize(eqn.source_info)
+    return re.sub(r"^.*/(?=[^/]*:\d)", "", text)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program, and how to run a function of its arguments as the program is run."""
+
+    program: Any
+    args: Sequence[Any]
+    context: Callable[[], Any]
+
+    def places(self) -> list[Place]:
+        values = _Values()
+
+        def run(*args: Any) -> Any:
+            values.run(self.program, args)
+
+        with self.context():
+            jax.eval_shape(run, *self.args)
+        return list(values.found)
+
+    def values(self, wanted: frozenset[Place]) -> dict[Place, Any]:
+        def run(*args: Any) -> Any:
+            values = _Values((), wanted)
+            values.run(self.program, args)
+            return [values.found[place] for place in order]
+
+        order = sorted(wanted, key=str)
+        with self.context():
+            results = jax.jit(run)(*self.args)
+        return dict(zip(order, results, strict=True))
+
+
+def first_difference(
+    ours: Traced, reference: Traced, differ: Callable[[Any, Any], str], read: Callable[[Any], Any]
+) -> tuple[Place, str] | None:
+    """The first place that both programs have and whose values differ, and how they do."""
+    also = set(reference.places())
+    places = [place for place in ours.places() if place in also]
+    found, low, high = None, 0, len(places)
+    for _ in range(_RUNS):
+        # All of `places` before `low` are equal, and the one at `high`, if any, differs.
+        if low >= high:
+            break
+        step = max(-(-(high - low) // _AT_ONCE), 1)
+        chosen = sorted({*range(low, high, step), high - 1})
+        wanted = frozenset(places[i] for i in chosen)
+        mine, theirs = ours.values(wanted), reference.values(wanted)
+        for i in chosen:
+            text = differ(read(mine[places[i]]), np.asarray(theirs[places[i]]))
+            if text:
+                found, high = (places[i], text), i
+                break
+            low = i + 1
+        else:
+            break
+    return found
