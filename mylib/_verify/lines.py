@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from .._compat import names
+from .._compat import names, scan_sizes
 from .._programs import bind_as, interpret, scanned
+from .._text import listed
 
 # How many values are looked at in one run, and how often programs are run at most.
 _AT_ONCE, _RUNS = 24, 10
+# How many lines that only one program has are told.
+_ALONE = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Place:
 
     def __str__(self) -> str:
         where = f", in the {self.phase}" if self.phase else ""
-        return f"{self.line}: {self.primitive}{where}"
+        loops = "".join(f", in the loop at {loop.line}" for loop in reversed(self.loops))
+        return f"{self.line}: {self.primitive}{where}{loops}"
 
 
 @dataclass
@@ -65,16 +69,18 @@ class _Values:
 
     def _scan(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
         place = self._place(eqn, None)
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carried = scan_sizes(eqn)
 
         def turn(carry: Any, xs: Any) -> Any:
             inner = _Values((*self.loops, place), self.wanted)
             results = inner.run(eqn.params["jaxpr"], [*args[:consts], *carry, *xs])
-            return results[:carried], (results[carried:], inner.found)
+            found[:] = inner.found  # keys that JAX can't sort
+            return results[:carried], (results[carried:], list(inner.found.values()))
 
+        found: list[Place] = []
         rest = args[consts:]
-        carry, (ys, found) = scanned(eqn, turn, list(rest[:carried]), list(rest[carried:]))
-        self.found.update(found)
+        carry, (ys, values) = scanned(eqn, turn, list(rest[:carried]), list(rest[carried:]))
+        self.found.update(zip(found, values, strict=True))
         return [*carry, *ys]
 
     def _place(self, eqn: Any, x: Any) -> Place:
@@ -100,6 +106,9 @@ _ENTERED = {
     names.JIT,
     names.REMAT,
 }
+
+
+_PLACING = {names.CONSTRAINT, names.RESHARD}
 
 
 def _constrained(args: Sequence[Any], shardings: Any) -> Sequence[Any]:
@@ -147,12 +156,30 @@ class Traced:
         return dict(zip(order, results, strict=True))
 
 
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first value that differs from the reference's, and by how much; None if no value differs
+    that both have. `lines` are the last ones before it that only the step has.
+    """
+
+    place: Place | None
+    text: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        only = f"{listed(self.lines, 3)}, which the reference doesn't have"
+        if self.place is None:
+            return f"the first difference is made at {only}" if self.lines else ""
+        other = f" (or {only})" if self.lines else ""
+        return f"the first line that differs: {self.place}, by {self.text}{other}"
+
+
 def first_difference(
     ours: Traced, reference: Traced, differ: Callable[[Any, Any], str], read: Callable[[Any], Any]
-) -> tuple[Place, str] | None:
-    """The first place that both programs have and whose values differ, and how they do."""
-    also = set(reference.places())
-    places = [place for place in ours.places() if place in also]
+) -> FirstDifference:
+    """Finds the first place that both programs have and whose values differ."""
+    mine, theirs = ours.places(), set(reference.places())
+    places = [place for place in mine if place in theirs]
     found, low, high = None, 0, len(places)
     for _ in range(_RUNS):
         # All of `places` before `low` are equal, and the one at `high`, if any, differs.
@@ -161,13 +188,17 @@ def first_difference(
         step = max(-(-(high - low) // _AT_ONCE), 1)
         chosen = sorted({*range(low, high, step), high - 1})
         wanted = frozenset(places[i] for i in chosen)
-        mine, theirs = ours.values(wanted), reference.values(wanted)
+        got, want = ours.values(wanted), reference.values(wanted)
         for i in chosen:
-            text = differ(read(mine[places[i]]), np.asarray(theirs[places[i]]))
+            text = differ(read(got[places[i]]), np.asarray(want[places[i]]))
             if text:
                 found, high = (places[i], text), i
                 break
             low = i + 1
         else:
             break
-    return found
+    end = len(mine) if found is None else mine.index(found[0])
+    alone = [x.line for x in mine[:end] if x not in theirs and x.primitive not in _PLACING]
+    lines = tuple(dict.fromkeys(reversed(alone)))[:_ALONE]
+    place, text = found or (None, "")
+    return FirstDifference(place, text, lines)

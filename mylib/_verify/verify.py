@@ -254,10 +254,7 @@ class _Runs:
             return f"{difference:.2g} of {largest:.2g}" * (difference > rounding * largest)
 
         found = first_difference(self._traced_as_is(wide), alone, differ, _read)
-        if found is None:
-            return ""
-        place, text = found
-        return f"the first line that differs: {place}, by {text}"
+        return str(found)
 
 
 @contextmanager
