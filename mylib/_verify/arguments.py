@@ -94,7 +94,7 @@ def perturbed(args: Any, eps: float, seed: int) -> Any:
     return _each(shaken, args)
 
 
-def on_device(args: Any, device: jax.Device) -> Any:
+def on_device(args: Any, device: Any) -> Any:
     """On one device."""
     return _each(lambda x: jax.device_put(whole(x), device), args)
 

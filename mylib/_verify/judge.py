@@ -30,6 +30,7 @@ class Compared:
     - `difference`: the largest between the two runs.
     - `rounding`: the largest that rounding explains.
     - `largest`: the largest number of the reference.
+    - `differs`: whether the difference is larger than rounding explains.
     """
 
     name: str

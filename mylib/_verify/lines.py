@@ -22,12 +22,12 @@ _ALONE = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class Spot:
     """A value of a program: the `number`-th that a line computes by this primitive, with this
     shape, in this pass, inside of these loops.
     """
 
-    loops: tuple["Place", ...]
+    loops: tuple["Spot", ...]
     line: str
     primitive: str
     phase: str
@@ -46,9 +46,9 @@ class _Values:
     all, if it is None.
     """
 
-    loops: tuple[Place, ...] = ()
-    wanted: frozenset[Place] | None = None
-    found: dict[Place, Any] = field(default_factory=dict)
+    loops: tuple[Spot, ...] = ()
+    wanted: frozenset[Spot] | None = None
+    found: dict[Spot, Any] = field(default_factory=dict)
     counts: Counter[Any] = field(default_factory=Counter)
 
     def run(self, program: Any, args: Sequence[Any]) -> list[Any]:
@@ -77,22 +77,22 @@ class _Values:
             found[:] = inner.found  # keys that JAX can't sort
             return results[:carried], (results[carried:], list(inner.found.values()))
 
-        found: list[Place] = []
+        found: list[Spot] = []
         rest = args[consts:]
         carry, (ys, values) = scanned(eqn, turn, list(rest[:carried]), list(rest[carried:]))
         self.found.update(zip(found, values, strict=True))
         return [*carry, *ys]
 
-    def _place(self, eqn: Any, x: Any) -> Place:
+    def _place(self, eqn: Any, x: Any) -> Spot:
         stack = f"{source_info_util.current_name_stack()}"
         phase = "backward pass" if "transpose(" in stack else ""
         shape = () if x is None else tuple(x.shape)
         line, primitive = line_of(eqn), eqn.primitive.name
         key = line, primitive, phase, shape
         self.counts[key] += 1
-        return Place(self.loops, line, primitive, phase, shape, self.counts[key])
+        return Spot(self.loops, line, primitive, phase, shape, self.counts[key])
 
-    def _note(self, place: Place, x: Any) -> None:
+    def _note(self, place: Spot, x: Any) -> None:
         if self.wanted is None or place in self.wanted:
             self.found[place] = x
 
@@ -127,14 +127,14 @@ def line_of(eqn: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Traced:
+class Runnable:
     """A program, and how to run a function of its arguments as the program is run."""
 
     program: Any
     args: Sequence[Any]
     context: Callable[[], Any]
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[Spot]:
         values = _Values()
 
         def run(*args: Any) -> Any:
@@ -144,7 +144,7 @@ class Traced:
             jax.eval_shape(run, *self.args)
         return list(values.found)
 
-    def values(self, wanted: frozenset[Place]) -> dict[Place, Any]:
+    def values(self, wanted: frozenset[Spot]) -> dict[Spot, Any]:
         def run(*args: Any) -> Any:
             values = _Values((), wanted)
             values.run(self.program, args)
@@ -162,7 +162,7 @@ class FirstDifference:
     that both have. `lines` are the last ones before it that only the step has.
     """
 
-    place: Place | None
+    place: Spot | None
     text: str
     lines: tuple[str, ...]
 
@@ -175,7 +175,10 @@ class FirstDifference:
 
 
 def first_difference(
-    ours: Traced, reference: Traced, differ: Callable[[Any, Any], str], read: Callable[[Any], Any]
+    ours: Runnable,
+    reference: Runnable,
+    differ: Callable[[Any, Any], str],
+    read: Callable[[Any], Any],
 ) -> FirstDifference:
     """Finds the first place that both programs have and whose values differ."""
     mine, theirs = ours.places(), set(reference.places())

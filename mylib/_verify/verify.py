@@ -20,7 +20,7 @@ from .._text import counted, some
 from .._tree import Split, is_array, is_of_keys, name_of, outlined
 from .arguments import copied, filled, on_device, perturbed, whole, widened
 from .judge import Compared, coarsest, compare, largest_difference
-from .lines import Traced, first_difference, line_of
+from .lines import Runnable, first_difference, line_of
 
 # How often the reference is run with perturbed arguments, to see what rounding does.
 _SHAKEN = 2
@@ -47,6 +47,7 @@ class Verified:
     - `own`: the results in the step's own dtypes.
     - `replicas`: copies that differ; empty if none do.
     - `line`: the first line whose values differ, and by how much; empty if that is unknown.
+    - `differs`: whether any result differs by more than rounding explains, or any copies differ.
     """
 
     name: str
@@ -228,7 +229,7 @@ class _Runs:
     def _placed(self, wide: bool) -> list[Any]:
         return [(widened if wide else copied)(x) for x in self._arrays]
 
-    def _traced_alone(self, wide: bool) -> Traced:
+    def _traced_alone(self, wide: bool) -> Runnable:
         with _one_device(wide):
             args = on_device(self._placed(wide), jax.local_devices()[0])
             try:
@@ -239,14 +240,14 @@ class _Runs:
                 raise
         if self._own:
             _refuse_placed(program)
-        return Traced(program, args, partial(_one_device, wide))
+        return Runnable(program, args, partial(_one_device, wide))
 
-    def _traced_as_is(self, wide: bool) -> Traced:
+    def _traced_as_is(self, wide: bool) -> Runnable:
         with _as_is(wide):
             args = self._placed(wide)
-            return Traced(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
+            return Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
 
-    def _line(self, alone: Traced, wide: bool, eps: float) -> str:
+    def _line(self, alone: Runnable, wide: bool, eps: float) -> str:
         def differ(x: np.ndarray, want: np.ndarray) -> str:
             difference = largest_difference(x, want)
             largest = float(np.max(np.abs(want), initial=0))
