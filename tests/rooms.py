@@ -20,6 +20,7 @@ ORDER = (
     "__main__",
     "mylib_pytest",
     "testing",
+    "_verify",
     "mpmd",
     "_plan",
     "contracts",

@@ -18,6 +18,8 @@ from .._placement import (
     Target,
     current_world,
     decide,
+    in_own_dtypes,
+    on_one_device,
     sharding_of,
     show,
     split_over,
@@ -144,7 +146,12 @@ def fully_shard(
     _check_dtypes(dtype, reduce_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     _check_saved(saved, checkpoint)
-    nodes, treedef = _flatten(model, _checked(layers, checkpoint, policy))
+    methods = _checked(layers, checkpoint, policy)
+    if on_one_device.value:
+        return model
+    if in_own_dtypes.value:
+        dtype = reduce_dtype = None
+    nodes, treedef = _flatten(model, methods)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
     faults = [*_faults(leaves, decisions), *_refuse_layers(layers, model, nodes)]

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -13,7 +13,16 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
-from .._placement import World, axes_in, axis_names, current_world, sharding_of, show
+from .._placement import (
+    World,
+    axes_in,
+    axis_names,
+    current_world,
+    in_own_dtypes,
+    on_one_device,
+    sharding_of,
+    show,
+)
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
@@ -137,6 +146,8 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
     def called(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         fields, plan = _split_fields(layer)
         layer = _make(cls, fields)
+        if on_one_device.value:
+            return method(layer, *args, **kwargs)
         leaves = split(layer, naming=lambda path: cls.__qualname__ + jtu.keystr(path))
         world = current_world()
         stacked = _stacked(plan, leaves, world)
@@ -162,6 +173,8 @@ def _called(
     kwargs: Any,
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
+    if in_own_dtypes.value:
+        route = replace(route, dtype=None, reduce_dtype=None)
     inputs, outline = outlined((args, kwargs))
     call = _LayerCall(method, leaves, outline)
     if world.mesh.explicit_axes:

@@ -22,6 +22,7 @@ from .._placement import (
     decide,
     is_placement_leaf,
     is_rule,
+    on_one_device,
 )
 from .._processes import one_call, processes_of_call, raised_in_all
 from .._transfer import place_leaves
@@ -140,7 +141,7 @@ class Place(Step):
 
     def before(self, arrays: Arrays, call: Call) -> Arrays:
         inputs, world = self._inputs, current_world()
-        if world.staged and not inputs.also_staged:
+        if on_one_device.value or (world.staged and not inputs.also_staged):
             return arrays
         state = inputs.state_of(arrays, world)
         if state is not None and self._in_place == state:

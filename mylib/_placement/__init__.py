@@ -8,7 +8,13 @@ from .checks import (
     unfit_shape as unfit_shape,
     unfit_spec as unfit_spec,
 )
-from .context import World as World, current_world as current_world, no_mesh as no_mesh
+from .context import (
+    World as World,
+    current_world as current_world,
+    in_own_dtypes as in_own_dtypes,
+    no_mesh as no_mesh,
+    on_one_device as on_one_device,
+)
 from .parts import (
     Bounds as Bounds,
     Shape as Shape,

@@ -13,6 +13,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
+# Parts of JAX's key for traces, so that a function which is traced with them is traced anew.
+# Whether what is asked for by placements is put aside: `mylib.testing.verify` runs a step as one
+# device would.
+on_one_device: Any = jax.make_user_context(False)
+# Whether dtypes that this package is told to compute, reduce or send in are put aside.
+in_own_dtypes: Any = jax.make_user_context(False)
+
 
 @dataclass(frozen=True)
 class World:

@@ -42,7 +42,7 @@ from .checks import (
     unfit_spec,
     unfit_staged,
 )
-from .context import World, current_world
+from .context import World, current_world, on_one_device
 from .shardings import AnyMesh, Target, has_partial_sums, sharding_of
 
 
@@ -150,6 +150,8 @@ def decide(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, fix = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
         raise PlacementError([because(reason, fix, f"mesh={mesh!r}")])
+    if on_one_device.value:
+        return _left_alone(leaves)
     if not leaves.positions:
         _refuse_class(leaves.tree)
         _refuse_arrays(placement)
@@ -163,7 +165,14 @@ def decide_each(
     leaves: Leaves, entries: list[Any], mesh: AnyMesh | None, world: World, fit: Fit = unfit_shape
 ) -> Decision:
     """`decide` with a placement for each array."""
+    if on_one_device.value:
+        return _left_alone(leaves)
     return _Resolver(leaves, mesh, world, None, fit).run(entries, [])
+
+
+def _left_alone(leaves: Leaves) -> Decision:
+    nothing = [None] * len(leaves.arrays)
+    return Decision(nothing, list(nothing), [], set(), None)
 
 
 def _refuse_class(tree: Any) -> None:

@@ -4,6 +4,12 @@ Its pytest plugin is `mylib_pytest`.
 """
 
 from .._audit import check_snapshot as check_snapshot
+from .._verify import (
+    Compared as Compared,
+    Verified as Verified,
+    VerifyError as VerifyError,
+    verify as verify,
+)
 from ._assertions import (
     assert_placed as assert_placed,
     assert_same_everywhere as assert_same_everywhere,

@@ -1,0 +1,301 @@
+"""`verify`: does a step compute on many devices what it computes on one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._compat import names
+from .._errors import ReplicaError, in_words, listed
+from .._jit import filter_jit
+from .._placement import in_own_dtypes, no_mesh, on_one_device
+from .._processes import check_replicas
+from .._programs import all_equations, line_of
+from .._text import counted, some
+from .._tree import Split, is_array, is_of_keys, name_of, outlined
+from .arguments import copied, filled, on_device, perturbed, whole, widened
+from .judge import Compared, coarsest, compare, largest_difference
+from .lines import Runnable, first_difference
+
+# How often the reference is run with perturbed arguments, to see what rounding does.
+_SHAKEN = 2
+
+
+class VerifyError(AssertionError):
+    """A step differs from the same step on one device. `report` is the [`mylib.testing.Verified`][]
+    with all of its results.
+    """
+
+    def __init__(self, report: "Verified"):
+        super().__init__(str(report))
+        self.report = report
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What [`mylib.testing.verify`][] has compared.
+
+    **Attributes:**
+
+    - `name`: the step's name.
+    - `wide`: the results in float64; None if the step can't be traced in it, for the reason `why`.
+    - `own`: the results in the step's own dtypes.
+    - `replicas`: copies that differ; empty if none do.
+    - `line`: the first line whose values differ, and by how much; empty if that is unknown.
+    - `differs`: whether any result differs by more than rounding explains, or any copies differ.
+    """
+
+    name: str
+    wide: tuple[Compared, ...] | None
+    own: tuple[Compared, ...]
+    replicas: str = ""
+    line: str = ""
+    why: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return bool(self.replicas) or any(x.differs for x in (*(self.wide or ()), *self.own))
+
+    def __str__(self) -> str:
+        rows = [("in float64", self.wide or ()), ("in its own dtypes", self.own)]
+        if not self.differs:
+            sizes = [
+                f"{max((x.difference for x in compared), default=0.0):.2g} {how}"
+                for how, compared in rows
+                if compared
+            ]
+            results = counted(len(self.own), "result")
+            text = f"{self.name} is the same step on one device: {results}"
+            return f"{text}, which differ by at most {', '.join(sizes)}{self._unseen}"
+        lines = [f"{self.name} differs from the same step on one device:"]
+        for how, compared in rows:
+            wrong = [str(x) for x in compared if x.differs]
+            if wrong:
+                lines += listed({(): wrong}, f"{len(compared)} results in all, {how}")
+        lines += [f"  {x}" for x in (self.replicas, self.line) if x]
+        return "\n".join(lines) + self._unseen
+
+    @property
+    def _unseen(self) -> str:
+        return f"\n(not compared in float64: {self.why})" if self.why else ""
+
+
+def verify(
+    step: Callable[..., Any],
+    /,
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    high: int | None = None,
+    seed: int = 0,
+) -> Verified:
+    """Runs a step as it is placed, on the devices that are here, and on one device, and compares
+    all results: losses, gradients, updated weights, states. Simulated devices will do.
+
+    The step runs twice: in float64, which tells a wrong program from rounding, and in its own
+    dtypes, which is the program that is trained. How far rounding may reach is measured: the
+    reference also runs with arguments that are changed by as much as rounding would.
+
+    **Arguments:**
+
+    - `step`: a function of [`mylib.filter_jit`][], `jax.jit` or `equinox.filter_jit`, the step of a
+        plan (`plan.jit(step)`), or a function that is compiled here.
+    - `args`: its arguments: arrays where the step expects them, or `jax.ShapeDtypeStruct`s, which
+        are filled with random numbers. Zeros and ones hide mistakes, so new weights, biases and
+        moments are better abstract. Nothing is donated.
+    - `reference`: the function for one device. By default it is the step itself without its
+        placements: those of this package, and `fully_shard`, do nothing there. A step with JAX's
+        own constraints, or with `shard_map`, needs one.
+    - `high`: random integers are below it, such as the size of a vocabulary.
+    - `seed`: of the random numbers.
+
+    In float64 the arguments are float64, and `dtype=` and `reduce_dtype=` of `fully_shard` are
+    ignored; casts in the step stay.
+
+    If there are several processes, all of them must call it.
+
+    **Returns:**
+
+    A [`mylib.testing.Verified`][]: what was compared.
+
+    **Raises:**
+
+    [`mylib.testing.VerifyError`][], an `AssertionError`: each result that differs by more than
+    rounding explains, copies that differ, and the first line of the step whose values differ.
+    `TypeError` if the step needs a `reference`, or integers need `high`.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+
+        @mylib.filter_jit(in_shardings={"x": P("data")}, mesh=mesh)
+        def loss(model, x):
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        model = eqx.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
+        print(mylib.testing.verify(loss, model, jnp.ones((16, 8))))
+        ```
+    """
+    args = filled(args, high, seed)
+    runs = _Runs(step, reference, args)
+    own, differ = runs.judged(wide=False)
+    wide, why = None, ""
+    try:
+        runs.trace(wide=True)
+    except (TypeError, ValueError) as error:
+        why = in_words(error)
+    else:
+        wide, differ_wide = runs.judged(wide=True)
+        differ = differ_wide or differ
+    replicas = runs.differing_replicas()
+    line = differ() if differ is not None else ""
+    report = Verified(runs.name, wide, own, replicas, line, why)
+    if report.differs:
+        raise VerifyError(report)
+    return report
+
+
+class _Flat:
+    """A function of the arrays of its arguments that returns the arrays of its results. `names` are
+    the paths of the latest results.
+    """
+
+    def __init__(self, fun: Callable[..., Any], outline: Split):
+        self._fun, self._outline = fun, outline
+        self.names: list[str] = []
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        result = self._fun(*self._outline.fill(arrays))
+        leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
+        self.names = [name_of(path).replace("the array", "the result") for path, _ in leaves]
+        return [x for _, x in leaves]
+
+
+class _Runs:
+    """Runs of a step and of its reference."""
+
+    def __init__(self, step: Any, reference: Any, args: Any):
+        arrays, outline = outlined(args)
+        compiled = step if hasattr(step, "__wrapped__") else filter_jit(step)
+        self.name = getattr(step, "__name__", type(step).__name__)
+        self._own = reference is None
+        self._step = _Flat(compiled, outline)
+        self._alone = _Flat(_as_written(step) if self._own else reference, outline)
+        self._arrays = [copied(x) for x in arrays]
+        self._results: list[Any] = []
+
+    def trace(self, wide: bool) -> Any:
+        """The reference's program."""
+        return self._traced_alone(wide).program
+
+    def judged(self, wide: bool) -> tuple[tuple[Compared, ...], Callable[[], str] | None]:
+        """The results compared, and what finds the first line if they differ."""
+        alone = self._traced_alone(wide)
+        placed = self._traced_as_is(wide)
+        with _as_is(wide):
+            self._results = self._step(self._placed(wide))
+            got = list(map(_read, self._results))
+        names = list(self._step.names)
+        eps = max(coarsest(alone.program), coarsest(placed.program))
+        with _one_device(wide):
+            run = jax.jit(self._alone)
+            wanted = list(map(_read, run(alone.args)))
+            shaken = [
+                list(map(_read, run(perturbed(alone.args, eps, seed)))) for seed in range(_SHAKEN)
+            ]
+        if self._alone.names != names:
+            raise TypeError(
+                f"verify: the step returns {', '.join(names)}; its reference returns "
+                f"{', '.join(self._alone.names)}"
+            )
+        compared = tuple(compare(names, got, wanted, shaken, eps))
+        if not any(x.differs for x in compared):
+            return compared, None
+        return compared, partial(self._line, alone, wide, eps)
+
+    def differing_replicas(self) -> str:
+        """In the latest run."""
+        try:
+            check_replicas(dict(zip(self._step.names, self._results, strict=True)))
+        except ReplicaError as error:
+            return str(error)
+        return ""
+
+    def _placed(self, wide: bool) -> list[Any]:
+        return [(widened if wide else copied)(x) for x in self._arrays]
+
+    def _traced_alone(self, wide: bool) -> Runnable:
+        with _one_device(wide):
+            args = on_device(self._placed(wide), jax.local_devices()[0])
+            try:
+                program = jax.make_jaxpr(self._alone)(args)
+            except Exception as error:
+                if self._own:
+                    error.add_note(_NEEDS_REFERENCE)
+                raise
+        if self._own:
+            _refuse_placed(program)
+        return Runnable(program, args, partial(_one_device, wide))
+
+    def _traced_as_is(self, wide: bool) -> Runnable:
+        with _as_is(wide):
+            args = self._placed(wide)
+            return Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
+
+    def _line(self, alone: Runnable, wide: bool, eps: float) -> str:
+        def differ(x: np.ndarray, want: np.ndarray) -> str:
+            difference = largest_difference(x, want)
+            largest = float(np.max(np.abs(want), initial=0))
+            rounding = eps * 1e4 if wide else eps**0.5
+            return f"{difference:.2g} of {largest:.2g}" * (difference > rounding * largest)
+
+        found = first_difference(self._traced_as_is(wide), alone, differ, _read)
+        return str(found)
+
+
+@contextmanager
+def _as_is(wide: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if wide:
+            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(in_own_dtypes(True))
+        yield
+
+
+@contextmanager
+def _one_device(wide: bool) -> Iterator[None]:
+    device = jax.default_device(jax.local_devices()[0])
+    with _as_is(wide), no_mesh(), on_one_device(True), device:
+        yield
+
+
+def _as_written(step: Any) -> Callable[..., Any]:
+    """A step without what compiles it."""
+    return getattr(step, "__wrapped__", step)
+
+
+_NEEDS_REFERENCE = (
+    "(verify runs the step on one device, without a mesh and without placements of mylib. If it "
+    "has JAX's own constraints, or shard_map, give the function for one device: "
+    "verify(step, ..., reference=))"
+)
+
+
+def _refuse_placed(program: Any) -> None:
+    placed = (names.CONSTRAINT, names.RESHARD, names.SHARD_MAP)
+    lines = [line_of(eqn) for eqn in all_equations(program) if eqn.primitive.name in placed]
+    if lines:
+        raise TypeError(
+            f"verify: the step places values itself, at {some(list(dict.fromkeys(lines)))}. Give "
+            "the function for one device: verify(step, ..., reference=)"
+        )
+
+
+def _read(x: Any) -> np.ndarray:
+    x = whole(x)
+    return np.asarray(jax.random.key_data(x) if is_of_keys(x) else x)

@@ -1,0 +1,141 @@
+"""`mylib.testing.verify`: a step on many devices against itself on one."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import seeded_faults
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib.testing import VerifyError, verify
+
+MESH = mylib.make_mesh(data=8)
+KEPT = mylib.rules.fsdp("data", min_size=0)
+OPTIM = optax.adamw(1e-2)
+
+
+def model():
+    return eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+
+
+def batch():
+    return jax.random.normal(jax.random.key(1), (16, 8))
+
+
+@mylib.filter_jit(
+    in_shardings={"model": KEPT, "state": KEPT, "x": P("data")}, mesh=MESH, donate="all"
+)
+def train(model, state, x):
+    def loss(model):
+        model = mylib.fully_shard(model, eqx.nn.Linear, KEPT, mesh=MESH, dtype=jnp.bfloat16)
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    value, grads = eqx.filter_value_and_grad(loss)(model)
+    updates, state = OPTIM.update(grads, state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), state, value
+
+
+def test_a_step_that_trains():
+    trained, x = model(), batch()
+    state = OPTIM.init(eqx.filter(trained, eqx.is_array))
+    report = verify(train, trained, state, x)
+    assert not report.differs
+    assert "train is the same step on one device: 14 results" in str(report)
+    assert report.wide is not None and max(r.difference for r in report.wide) < 1e-12
+    # `dtype=` is put aside in float64 alone.
+    assert max(r.difference for r in report.own) > 1e-6
+    assert not x.is_deleted()
+
+
+def test_abstract_arguments_are_drawn():
+    args = eqx.filter_eval_shape(
+        lambda: (m := model(), OPTIM.init(eqx.filter(m, eqx.is_array)), batch())
+    )
+    report = verify(train, *args)
+    assert min(r.largest for r in report.own) > 0
+
+
+def test_integers_need_a_limit():
+    @mylib.filter_jit(in_shardings={"tokens": P("data")}, mesh=MESH)
+    def look_up(table, tokens):
+        return table[tokens]
+
+    shapes = jnp.ones((32, 4)), jax.ShapeDtypeStruct((16,), jnp.int32)
+    with pytest.raises(TypeError, match=r"high=.* \[1\] int32\[16\]"):
+        verify(look_up, *shapes)
+    assert not verify(look_up, *shapes, high=32).differs
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 32))],
+)
+def test_a_fault_is_found(seed):
+    result = seeded_faults.look(seed, MESH)
+    assert result is None or result[0] == "line", result
+
+
+def test_copies_that_differ():
+    @jax.jit
+    def different(x):
+        def part(x):
+            return jnp.sum(x) + jax.lax.axis_index("data").astype(x.dtype)
+
+        # A sum that is said to be equal everywhere, and is not.
+        return jax.shard_map(part, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)(x)
+
+    with pytest.raises(VerifyError, match="differ") as error:
+        verify(different, jnp.ones(8), reference=jnp.sum)
+    assert error.value.report.replicas
+
+
+class TestReference:
+    def test_jaxs_own_constraints_need_one(self):
+        @jax.jit
+        def constrained(x):
+            return jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P("data")))
+
+        with pytest.raises(TypeError, match=r"test_verify.py:\d+.*reference="):
+            verify(constrained, jnp.ones(8))
+        assert not verify(constrained, jnp.ones(8), reference=lambda x: 2 * x).differs
+
+    def test_a_program_for_each_device(self):
+        @mylib.filter_shard_map(mesh=MESH, in_specs=P("data"), out_specs=P())
+        def mean(x):
+            return jax.lax.pmean(jnp.mean(x), "data")
+
+        with pytest.raises(NameError) as error:
+            verify(mean, batch())
+        assert "reference=" in error.value.__notes__[-1]
+        assert not verify(mean, batch(), reference=jnp.mean).differs
+
+        @mylib.filter_shard_map(mesh=MESH, in_specs=P("data"), out_specs=P())
+        def total(x):
+            return jax.lax.psum(jnp.mean(x), "data")
+
+        with pytest.raises(VerifyError, match="total differs"):
+            verify(total, batch(), reference=jnp.mean)
+
+    def test_other_results(self):
+        with pytest.raises(TypeError, match="its reference returns"):
+            verify(lambda x: (x, x), batch(), reference=lambda x: x)
+
+
+def test_the_step_of_a_plan():
+    def step(model, x):
+        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
+
+    plan = mylib.plan(step, model(), batch(), compile=0)
+    assert not verify(plan.jit(step), model(), batch()).differs
+
+
+def test_what_float64_breaks_is_compared_in_its_own_dtypes():
+    def step(x):
+        # In float64 the carry would change its type.
+        return jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros(8, jnp.float32), x)[0]
+
+    report = verify(step, batch())
+    assert report.wide is None and "not compared in float64" in str(report)
