@@ -49,7 +49,7 @@ from .host import (
     over_key_data,
     worth_sharing,
 )
-from .relocation import Relocation
+from .relocation import Relocation, set_values
 
 
 def move(rows: Sequence[Relocation], *, counted: bool = True) -> None:
@@ -194,13 +194,13 @@ class _Journeys:
     def carry_out(self, rows: Sequence[Relocation]) -> None:
         count_moves(self.counted)
         if self.defaults:
-            _set_values(self.defaults, jax.device_put([row.value for row in self.defaults]))
+            set_values(self.defaults, jax.device_put([row.value for row in self.defaults]))
         if self.puts:
             where: Any = [sharding_of(row.target) for row in self.puts]
             if all(destination is where[0] for destination in where):
                 # One sharding for all arrays costs less than a list of equal ones.
                 where = where[0]
-            _set_values(self.puts, jax.device_put([row.value for row in self.puts], where))
+            set_values(self.puts, jax.device_put([row.value for row in self.puts], where))
         with allow_transfers():
             for row in self.pieces:
                 x, destination = row.value, sharding_of(row.target)
@@ -212,7 +212,7 @@ class _Journeys:
                 Crossing(row.value, sharding_of(row.target), known_as)
                 for row, known_as in self.crossings
             ]
-            _set_values([row for row, _ in self.crossings], move_across(crossings))
+            set_values([row for row, _ in self.crossings], move_across(crossings))
         for row in self.one_by_one:
             # `jax.device_put` runs a program for each.
             moved = jax.device_put(row.value, sharding_of(row.target), donate=row.donate)
@@ -223,11 +223,6 @@ class _Journeys:
             for row in self.layouts:
                 row.donate = not row.alias
             _reshard(self.layouts, lambda target: target)
-
-
-def _set_values(rows: Sequence[Relocation], values: Sequence[Any]) -> None:
-    for row, value in zip(rows, values, strict=True):
-        row.value = value
 
 
 def _has_layout(target: Target) -> bool:
@@ -254,7 +249,7 @@ def _reshard(rows: Sequence[Relocation], target_of: Callable[[Target], Target]) 
         arrays, count = [row.value for row in group], sum(row.donate for row in group)
         program = _identity(tuple(target_of(row.target) for row in group))
         before = program(arrays[:count], arrays[count:])
-        _set_values(group, before)
+        set_values(group, before)
 
 
 def _device_order(sharding: Sharding) -> Any:

@@ -31,7 +31,7 @@ from .._placement import (
 )
 from .._tree import Kind, kind_of
 from .eager import move
-from .relocation import Options, Relocation, not_there, requested
+from .relocation import Options, Relocation, not_there, requested, set_values, with_values
 from .staged import constrain
 
 place_p = Primitive("place")
@@ -76,9 +76,7 @@ def _impl(*arrays: Any, trips: RoundTrips) -> list[jax.Array]:
             always = trips[row.at].across
             row.across = crosses(row.value, sharding_of(row.target), always=always)
     move(rows)
-    for row in rows:
-        placed[row.at] = row.value
-    return placed
+    return with_values(placed, rows)
 
 
 @place_p.def_abstract_eval
@@ -157,11 +155,8 @@ def _lower(*arrays: Any, trips: RoundTrips) -> list[Any]:
     rows = requested(arrays, map(kind_of, arrays), targets)
     _refuse_host_memory(rows)
     filled = [fill_free(row.target, None, row.value.ndim) for row in rows]
-    placed = list(arrays)
-    constrained = constrain([row.value for row in rows], filled, current_world())
-    for row, y in zip(rows, constrained, strict=True):
-        placed[row.at] = y
-    return placed
+    set_values(rows, constrain([row.value for row in rows], filled, current_world()))
+    return with_values(arrays, rows)
 
 
 def _refuse_host_memory(rows: Sequence[Relocation]) -> None:

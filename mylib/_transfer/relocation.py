@@ -47,6 +47,19 @@ class Relocation:
     """Whether processes send and receive it, even if each could place a value of its own."""
 
 
+def set_values(rows: Sequence[Relocation], values: Iterable[Any]) -> None:
+    for row, value in zip(rows, values, strict=True):
+        row.value = value
+
+
+def with_values(arrays: Iterable[Any], rows: Iterable[Relocation]) -> list[Any]:
+    """The arrays, with the values of these rows in their places."""
+    placed = list(arrays)
+    for row in rows:
+        placed[row.at] = row.value
+    return placed
+
+
 def requested(
     arrays: Sequence[Any],
     kinds: Iterable[Kind],

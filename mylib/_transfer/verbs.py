@@ -42,7 +42,7 @@ from .._processes import (
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import move
 from .primitive import RoundTrip, place
-from .relocation import Options, Relocation, not_there, requested
+from .relocation import Options, Relocation, not_there, requested, set_values, with_values
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def _on_default_device(
     rows = requested(leaves.arrays, leaves.kinds, here, of_each)
     move([row for row in rows if row.kind is Kind.HOST])
     _place_traced([row for row in rows if row.kind is Kind.TRACED])
-    result = leaves.join(_with_values(leaves.arrays, rows))
+    result = leaves.join(with_values(leaves.arrays, rows))
     if check:
         check_replicas(result)
     return result
@@ -222,21 +222,13 @@ def place_leaves(
         _place_abstract([row for row in rows if row.kind is Kind.ABSTRACT])
     if world.staged:
         values = how([row.value for row in valued], [row.target for row in valued], world)
-        for row, y in zip(valued, values, strict=True):
-            row.value = y
+        set_values(valued, values)
     elif valued or check:
         _relocate(leaves, targets, valued, check, across)
-    placed = _with_values(leaves.arrays, rows)
+    placed = with_values(leaves.arrays, rows)
     if not world.staged and options is not None:
         moved = [row.at for row in valued if row.kind is not Kind.TRACED]
         let_go([leaves.arrays[i] for i in moved if options[i].donate], placed)
-    return placed
-
-
-def _with_values(arrays: Sequence[Any], rows: Sequence[Relocation]) -> list[Any]:
-    placed = list(arrays)
-    for row in rows:
-        placed[row.at] = row.value
     return placed
 
 
@@ -359,9 +351,7 @@ def _place_traced(rows: Sequence[Relocation], across: bool = False) -> None:
             )
             for row in rows
         ]
-        values = place([row.value for row in rows], trips)
-        for row, y in zip(rows, values, strict=True):
-            row.value = y
+        set_values(rows, place([row.value for row in rows], trips))
 
 
 def let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
