@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._compat import closed_or_open, functions_of, names, opened
+from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
 from ._lines import innermost
 
 
@@ -58,6 +58,34 @@ def optimiser_of(eqn: Any) -> str:
     """
     made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
     return next((maker for maker, _, inner in made_by if inner.startswith("update")), "")
+
+
+class Looped(NamedTuple):
+    """A scan or a `while_loop`: its body, and what the body is given in each turn: constants, what
+    is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is carried.
+    """
+
+    body: Any
+    constants: list[Any]
+    carry: list[Any]
+    slices: list[Any]
+    test: Any = None
+    of_test: Sequence[Any] = ()
+
+
+def loop_of(eqn: Any, operands: list[Any]) -> Looped | None:
+    """An equation as a loop, by anything that stands for its operands; None if it is none."""
+    if eqn.primitive.name == names.SCAN:
+        constants, carried = scan_sizes(eqn)
+        end = constants + carried
+        parts = operands[:constants], operands[constants:end], operands[end:]
+        return Looped(eqn.params[names.PARAM_JAXPR], *parts)
+    if eqn.primitive.name == names.WHILE:
+        body, carried = while_body(eqn), len(eqn.outvars)
+        start = len(operands) - len(opened(body).invars)
+        parts = operands[start : len(operands) - carried], operands[len(operands) - carried :]
+        return Looped(body, *parts, [], eqn.params[names.PARAM_COND_JAXPR], operands[:start])
+    return None
 
 
 def with_equations(program: Any, change: Callable[[Any], Any]) -> Any:

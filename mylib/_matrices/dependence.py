@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from .._compat import names, opened, scan_sizes, while_body
-from .._programs import jaxprs_in
+from .._compat import names, opened
+from .._programs import Looped, jaxprs_in, loop_of
 
 # A set of arguments, as bits: programs have many values, and sets of numbers would be slow.
 Bits = int
@@ -39,10 +39,9 @@ def dependences(
 
 def _through(eqn: Any, operands: list[Bits], watch: Any) -> Sequence[Bits]:
     name, inner = eqn.primitive.name, jaxprs_in(eqn)
-    if name == names.SCAN:
-        return _scan(eqn, operands, watch)
-    if name == names.WHILE:
-        return _while(eqn, operands, watch)
+    loop = loop_of(eqn, operands)
+    if loop is not None:
+        return _repeated(loop, watch)
     if name == names.COND:
         branches = [dependences(branch, operands[1:], watch) for branch in inner]
         if watch is not None and any(operands[1:]):
@@ -57,26 +56,14 @@ def _through(eqn: Any, operands: list[Bits], watch: Any) -> Sequence[Bits]:
     return [reduce(or_, operands, 0)] * len(eqn.outvars)
 
 
-def _scan(eqn: Any, operands: list[Bits], watch: Any) -> list[Bits]:
-    constants, carried = scan_sizes(eqn)
-    carry = slice(constants, constants + carried)
+def _repeated(loop: Looped, watch: Any) -> list[Bits]:
+    carry, again = loop.carry, 0
     while True:
-        results = dependences(eqn.params[names.PARAM_JAXPR], operands, watch)
-        grown = list(map(or_, operands[carry], results[:carried]))
-        if grown == operands[carry]:
-            return results
-        operands = [*operands[:constants], *grown, *operands[carry.stop :]]
-
-
-def _while(eqn: Any, operands: list[Bits], watch: Any) -> list[Bits]:
-    tests = eqn.params[names.PARAM_COND_NCONSTS]
-    start = tests + eqn.params[names.PARAM_BODY_NCONSTS]
-    carry = operands[start:]
-    while True:
-        test = [*operands[:tests], *carry]
-        (again,) = dependences(eqn.params[names.PARAM_COND_JAXPR], test, watch)
-        results = dependences(while_body(eqn), [*operands[tests:start], *carry], watch)
-        grown = [again | a | b for a, b in zip(carry, results, strict=True)]
+        if loop.test is not None:
+            (again,) = dependences(loop.test, [*loop.of_test, *carry], watch)
+        results = dependences(loop.body, [*loop.constants, *carry, *loop.slices], watch)
+        grown = [again | a | b for a, b in zip(carry, results, strict=False)]
         if grown == carry:
-            return carry
+            # A `while_loop` may end before its first turn.
+            return results if loop.test is None else carry
         carry = grown

@@ -29,11 +29,9 @@ from .._compat import (
     names,
     opened,
     pass_of,
-    scan_sizes,
-    while_body,
 )
 from .._errors import SummedTwiceWarning, warn
-from .._programs import all_equations, is_opaque, jaxprs_in
+from .._programs import Looped, all_equations, is_opaque, jaxprs_in, loop_of
 from .hazards import axes_named_by, where
 
 Mark = tuple[str, Any]
@@ -55,8 +53,6 @@ _CALLS = (
     names.SHARD_MAP,
 )
 _SUMS = (names.PSUM, names.REDUCE_SCATTER)
-# Equations that repeat their jaxprs, or choose between them.
-_BRANCHING = (names.COND, names.SCAN, names.WHILE)
 
 
 def summed_twice(program: Any) -> list[tuple[Any, str]]:
@@ -126,8 +122,12 @@ class _MarksReader:
         inner = [] if name in names.KERNELS else list(map(opened, jaxprs_in(eqn)))
         if name in _CALLS and inner and len(inner[0].invars) == len(operands):
             return self.read(inner[0], operands, within)
-        if name in _BRANCHING:
-            return self._results_of_branches(eqn, inner, operands, within)
+        if name == names.COND:
+            results = [self.read(branch, operands[1:], within) for branch in inner]
+            return [_joined(marks, _meet(within)) for marks in zip(*results, strict=False)]
+        loop = loop_of(eqn, operands)
+        if loop is not None:
+            return self._repeat(loop, within)
         for jaxpr in inner:
             self.read(jaxpr, [NONE] * len(jaxpr.invars), within)
         if is_opaque(eqn):
@@ -151,37 +151,12 @@ class _MarksReader:
             marks = _of_gradients(eqn, operands)
         return [marks] * len(eqn.outvars)
 
-    def _results_of_branches(
-        self, eqn: Any, inner: list[Any], operands: list[Marks], within: GradientPass
-    ) -> list[Marks]:
-        name = eqn.primitive.name
-        if name == names.COND:
-            results = [self.read(branch, operands[1:], within) for branch in inner]
-            return [_joined(marks, _meet(within)) for marks in zip(*results, strict=False)]
-        if name == names.SCAN:
-            constants, carried = scan_sizes(eqn)
-            start = constants + carried
-            parts = operands[:constants], operands[constants:start], operands[start:]
-            return self._repeat(inner[0], *parts, within)
-        # A while loop: its condition's constants come first, then those of its body.
-        carried = len(operands) - len(eqn.outvars)
-        body = opened(while_body(eqn))
-        start = carried + len(eqn.outvars) - len(body.invars)
-        return self._repeat(body, operands[start:carried], operands[carried:], [], within)
-
-    def _repeat(
-        self,
-        body: Any,
-        constants: list[Marks],
-        carried: list[Marks],
-        slices: list[Marks],
-        within: GradientPass,
-    ) -> list[Marks]:
+    def _repeat(self, loop: Looped, within: GradientPass) -> list[Marks]:
         """The marks that hold for every iteration of a loop."""
-        meet = _meet(within)
+        meet, body, carried = _meet(within), opened(loop.body), loop.carry
         while True:
             before = len(self.sums)
-            results = self.read(body, constants + carried + slices, within)
+            results = self.read(body, loop.constants + carried + loop.slices, within)
             after = [_joined(turns, meet) for turns in zip(carried, results, strict=False)]
             if after == carried:
                 return after + results[len(carried) :]

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .._compat import names, opened, scan_sizes
+from .._compat import names, opened
 from .._fsdp import tangent_p
 from .._products import products_of
-from .._programs import jaxprs_in, line_of
+from .._programs import Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
 from .lifetimes import Scope
@@ -251,11 +251,10 @@ class _Apply:
         self.product((b[rhs[1]],))
 
     def scan(self) -> None:
-        constants, carried = scan_sizes(self.eqn.source)
-        end = constants + carried
-        before, carry, xs = self.ins[:constants], self.ins[constants:end], self.ins[end:]
-        body = opened(self.param(names.PARAM_JAXPR))
-        inside = [self.reader.fresh(var.aval) for var in body.invars[constants:end]]
+        loop = self._loop()
+        before, carry, xs = loop.constants, loop.carry, loop.slices
+        body, start, carried = opened(loop.body), len(before), len(carry)
+        inside = [self.reader.fresh(var.aval) for var in body.invars[start : start + carried]]
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
@@ -274,6 +273,11 @@ class _Apply:
         for out, value in zip(self.outs[carried:], results[carried:], strict=True):
             self.dims.join_all(out.nodes[1:], value.nodes)
 
+    def _loop(self) -> Looped:
+        loop = loop_of(self.eqn.source, self.ins)
+        assert loop is not None, self.eqn.name
+        return loop
+
     def _turns(self, count: int) -> Place:
         """The body of a loop here, with as many turns."""
         places = self.program.places
@@ -281,12 +285,11 @@ class _Apply:
         return places[-1]
 
     def loop(self) -> None:
-        before = self.param(names.PARAM_COND_NCONSTS)
-        constants = self.param(names.PARAM_BODY_NCONSTS)
-        body, operands = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
+        loop = self._loop()
+        body, operands = opened(loop.body), [*loop.constants, *loop.carry]
         inside = [_Operand(x.nodes, origin=x.origin) for x in operands]
         results = self.reader.through(body, inside, self._turns(1))
-        for out, value, x in zip(self.outs, results, operands[constants:], strict=True):
+        for out, value, x in zip(self.outs, results, loop.carry, strict=True):
             self.dims.join_all(out.nodes, value.nodes)
             self.dims.join_all(out.nodes, x.nodes)
         self.program.counted_once.append(_line(self.eqn))
