@@ -573,8 +573,6 @@ PARAMS = {
     "PARAM_BODY_JAXPR": ("while",),
     "PARAM_BODY_NCONSTS": ("while",),
     "PARAM_BROADCAST_DIMENSIONS": ("broadcast_in_dim",),
-    "PARAM_CALL": ("custom_vmap_call",),
-    "PARAM_CALL_JAXPR": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_CHECK_VMA": ("shard_map",),
     "PARAM_COND_JAXPR": ("while",),
     "PARAM_COND_NCONSTS": ("while",),

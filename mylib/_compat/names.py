@@ -215,8 +215,6 @@ PARAM_REPS = "reps"
 PARAM_SLICE_SIZES = "slice_sizes"
 # Jaxprs.
 PARAM_BODY_JAXPR = "body_jaxpr"
-PARAM_CALL = "call"
-PARAM_CALL_JAXPR = "call_jaxpr"
 PARAM_COND_JAXPR = "cond_jaxpr"
 PARAM_JAXPR = "jaxpr"
 # The split of a loop's arguments.

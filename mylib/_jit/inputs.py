@@ -129,7 +129,7 @@ class Inputs:
         return defaults
 
 
-class Place(Step):
+class Placing(Step):
     """Moves the arrays of a call to their targets."""
 
     def __init__(self, inputs: Inputs):

@@ -31,7 +31,7 @@ from .steps import Call, Step
 
 
 @dataclass(frozen=True, eq=False)
-class Outputs:
+class OutShardings:
     """The placement of the results of the function `name`."""
 
     placement: Any

@@ -18,8 +18,8 @@ from .._placement import current_world, is_described
 from .._tree import Arrays, Split, outlined
 from .advise import Advice, Advise
 from .donation import Donate, Donation
-from .inputs import Inputs, Place
-from .later import Outputs
+from .inputs import Inputs, Placing
+from .later import OutShardings
 from .naming import about_static
 from .recent import Recent
 from .running import Running, Trace, outermost
@@ -96,13 +96,13 @@ class Program(Wrapped):
         latest = None if self._latest is None else self._latest.split
         self._advice.about_new(call, latest, self.inputs)
         _listen()
-        steps: list[Step] = [] if self.inputs is None else [Place(self.inputs)]
+        steps: list[Step] = [] if self.inputs is None else [Placing(self.inputs)]
         donated = [] if self.donate == "none" else [Donation(self.donate, call)]
         steps += donated
         if DELETED_ARRAYS_END_IT:
             steps.append(_RefuseDeleted())
         steps.append(Advise(self._advice))
-        outputs = Outputs(self.out_shardings, self.mesh, self.name)
+        outputs = OutShardings(self.out_shardings, self.mesh, self.name)
         positions = [i for x in donated for i in x.positions]
         running = Running(self, call.split, outputs, positions, self.options)
         return self.variants.add(call.split, Variant(call.split, steps, running))

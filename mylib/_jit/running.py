@@ -15,7 +15,7 @@ from .._compat import donation_warning, is_staged, jit, value_under, with_actual
 from .._placement import Target, axis_types, sharding_of, split_over
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
-from .later import Outputs
+from .later import OutShardings
 from .steps import Call, Step, Wrapped
 
 
@@ -49,7 +49,7 @@ class Running:
         self,
         program: Wrapped,
         split: Split,
-        outputs: Outputs,
+        outputs: OutShardings,
         donated: Sequence[int],
         options: Mapping[str, Any],
     ):
