@@ -9,7 +9,7 @@ from typing import Any
 
 from .._compat import names as jax_names
 from .hlo import HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
 from .values import behind, done_of, inputs_here, uses_in
 
@@ -191,7 +191,7 @@ def _arrays(x: Instruction) -> Iterator[str]:
 
 def _moved_by(x: Instruction) -> list[Instruction]:
     """The arrays that an instruction only moves."""
-    moves = x.row.like >= Like.PART or x.row.gathers
+    moves = x.row.like >= Likeness.PART or x.row.gathers
     return x.inputs()[: x.row.data] if moves else []
 
 

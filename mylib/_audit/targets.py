@@ -9,7 +9,7 @@ compilers' are in the programs that they write.
 import re
 from typing import Any
 
-from .opcodes import Like, Row, rows
+from .opcodes import Likeness, Row, rows
 
 _REAL, _COMPLEX = "sd", "cz"
 _LAPACK = {
@@ -40,7 +40,7 @@ PRODUCT_BY_TRITON = re.compile(r'"kind":"__triton\w*gemm')
 _CALL: dict[str, Any] = dict(calls="each", product=True)
 KERNEL = Row(**_CALL, count="unknown")
 _LIBRARY: dict[str, Any] = dict(**_CALL, workspace=True)
-_PASSED: dict[str, Any] = dict(calls="each", like=Like.VALUE)
+_PASSED: dict[str, Any] = dict(calls="each", like=Likeness.VALUE)
 
 
 def _called(names: str, count: str = "unknown", **columns: Any) -> dict[str, Row]:
@@ -87,7 +87,7 @@ TARGETS: dict[str, Row] = {
     ),
     **_called(" ".join(CALLBACKS), ""),
     **rows("Sharding MoveToHost MoveToDevice annotate_device_placement", **_PASSED),
-    **rows("ConcatBitcast", calls="each", like=Like.PART, gathers=True),
+    **rows("ConcatBitcast", calls="each", like=Likeness.PART, gathers=True),
     **rows("AllocateBuffer CreateBuffer", calls="each", reserves=True),
     **rows("AsyncCollectiveStart", calls="each", window="start"),
     **rows("AsyncCollectiveDone", calls="each", window="end"),
