@@ -23,6 +23,13 @@ _STRUCTURE = {
     jax_names.SCOPE_CONDITION,
     jax_names.STACK_RECOMPUTED,
 }
+# All that is written around a name.
+_TRANSFORMATIONS = {
+    jax_names.JIT,
+    jax_names.STACK_JVP,
+    jax_names.STACK_TRANSPOSE,
+    jax_names.STACK_VMAP,
+}
 _FAR = 2000  # the most instructions that are looked at
 
 # The phase of what doesn't say where it is from.
@@ -131,7 +138,7 @@ def phase_of(names: Sequence[str]) -> str:
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    if not names or not jax_names.STACK.issuperset(re.findall(r"(\w+)\(", names[0])):
+    if not names or not _TRANSFORMATIONS.issuperset(re.findall(r"(\w+)\(", names[0])):
         return UNKNOWN
     return "forward" if f"{jax_names.STACK_JVP}(" in names[0] else ""
 

@@ -20,7 +20,7 @@ class Likeness(IntEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Meaning:
     """What an opcode does.
 
     **Attributes:**
@@ -79,19 +79,19 @@ class Row:
         return self.product or self.calls in ("run", "loop", "branch")
 
 
-def rows(names: str, *requires: str, **columns: Any) -> dict[str, Row]:
+def rows(names: str, *requires: str, **columns: Any) -> dict[str, Meaning]:
     """A row for each of these names."""
-    return dict.fromkeys(names.split(), Row(requires=requires, **columns))
+    return dict.fromkeys(names.split(), Meaning(requires=requires, **columns))
 
 
-def _sends(name: str, *requires: str, kind: str = "", **columns: Any) -> dict[str, Row]:
+def _sends(name: str, *requires: str, kind: str = "", **columns: Any) -> dict[str, Meaning]:
     return rows(name, *requires, sends=kind or name, starts=True, **columns)
 
 
 _MEMORY: dict[str, Any] = dict(like=Likeness.MEMORY, free=True)
 _PERMUTES: dict[str, Any] = dict(kind="collective-permute", like=Likeness.PART)
 
-OPCODES: dict[str, Row] = {
+OPCODES: dict[str, Meaning] = {
     # Between devices.
     **_sends("all-reduce", "replica_groups", calls="each"),
     **_sends("reduce-scatter", "replica_groups", "dimensions", calls="each"),
