@@ -11,7 +11,7 @@ from .._compat import names as jax_names
 from .._lines import innermost
 from .._tree import parts_in
 from .hlo import HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
 from .values import behind, done_of, inputs_here, uses_in
 
@@ -23,6 +23,13 @@ _STRUCTURE = {
     jax_names.SCOPE_CHECKPOINT,
     jax_names.SCOPE_CONDITION,
     jax_names.STACK_RECOMPUTED,
+}
+# All that is written around a name.
+_TRANSFORMATIONS = {
+    jax_names.JIT,
+    jax_names.STACK_JVP,
+    jax_names.STACK_TRANSPOSE,
+    jax_names.STACK_VMAP,
 }
 _FAR = 2000  # the most instructions that are looked at
 
@@ -125,7 +132,7 @@ def phase_of(names: Sequence[str]) -> str:
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    if not names or not jax_names.STACK.issuperset(re.findall(r"(\w+)\(", names[0])):
+    if not names or not _TRANSFORMATIONS.issuperset(re.findall(r"(\w+)\(", names[0])):
         return UNKNOWN
     return "forward" if f"{jax_names.STACK_JVP}(" in names[0] else ""
 
@@ -184,7 +191,7 @@ def _arrays(x: Instruction) -> Iterator[str]:
 
 def _moved_by(x: Instruction) -> list[Instruction]:
     """The arrays that an instruction only moves."""
-    moves = x.row.like >= Like.PART or x.row.gathers
+    moves = x.row.like >= Likeness.PART or x.row.gathers
     return x.inputs()[: x.row.data] if moves else []
 
 

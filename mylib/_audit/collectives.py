@@ -10,7 +10,7 @@ import numpy as np
 from .._errors import AuditError
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Computation, HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .positions import positions
 from .short_rings import rings_in
 from .targets import TARGETS
@@ -323,7 +323,7 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             if not fused:
                 yield value, value
         for user in value.users:
-            if user.row.like >= Like.ELEMENTS and not user.target:
+            if user.row.like >= Likeness.ELEMENTS and not user.target:
                 queue.append(user)
             elif user.opcode == "fusion":
                 queue += uses_in(user, value)

@@ -18,7 +18,7 @@ from .._compat import names
 from .attribution import UNKNOWN, own_primitive_of, phase_of, phases_in
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .positions import positions
 from .values import done_of
 from .walk import Walk, shaped
@@ -167,16 +167,16 @@ class _Marking(Walk):
         """The result of an operation of one device."""
         row = x.row
         if row.outside:
-            return shaped(x, self.unknown())
+            return shaped(x, self.unknown(inputs))
         if x.does == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
             return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
         if isinstance(inputs[0] if inputs else None, Concatenated):
             if x.does == "slice":
                 return _sliced(inputs[0], x)
-            if row.like >= Like.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
+            if row.like >= Likeness.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return inputs[0]
-        if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Like.PART:
+        if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Likeness.PART:
             return inputs[0]
         mark = joined(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
@@ -205,7 +205,7 @@ class _Marking(Walk):
 
     def _near(self, x: Instruction, data: list[Marks]) -> int:
         row = x.row
-        if row.elementwise or row.like >= Like.PART or row.puts is not None:
+        if row.elementwise or row.like >= Likeness.PART or row.puts is not None:
             # What chooses between two values is in neither of them.
             return joined(data[x.does == "select" :]).near
         if x.does in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
@@ -279,7 +279,7 @@ class _Marking(Walk):
             return value
         return self._result(number, Mark(*(mask & ~self.rings for mask in value)))
 
-    def unknown(self) -> Mark:
+    def unknown(self, inputs: list[Marks]) -> Mark:
         return self.source(Source("unknown"))
 
     def _of_device(self, x: Instruction, value: Mark) -> Mark:

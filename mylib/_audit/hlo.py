@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .._errors import AuditError
-from .opcodes import OPCODES, Row
+from .opcodes import OPCODES, Meaning
 from .targets import KERNEL, TARGETS
 
 # `%name (parameters) -> results {` begins a computation.
@@ -129,7 +129,7 @@ class Instruction:
         self.calls: list[Computation] = []
 
     @cached_property
-    def row(self) -> Row:
+    def row(self) -> Meaning:
         """What its opcode does; of a custom call, what its target does."""
         if self.does == "custom-call":
             return TARGETS.get(self.target, KERNEL)

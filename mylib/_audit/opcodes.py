@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 
-class Like(IntEnum):
+class Likeness(IntEnum):
     """How much of its first operand an operation returns. Each level includes those above it."""
 
     NOTHING = 0
@@ -20,7 +20,7 @@ class Like(IntEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class Meaning:
     """What an opcode does.
 
     **Attributes:**
@@ -54,7 +54,7 @@ class Row:
 
     sends: str | None = None
     calls: Literal["", "run", "loop", "branch", "each"] = ""
-    like: Like = Like.NOTHING
+    like: Likeness = Likeness.NOTHING
     elementwise: bool = False
     takes: bool = False
     puts: int | None = None
@@ -79,24 +79,24 @@ class Row:
         return self.product or self.calls in ("run", "loop", "branch")
 
 
-def rows(names: str, *requires: str, **columns: Any) -> dict[str, Row]:
+def rows(names: str, *requires: str, **columns: Any) -> dict[str, Meaning]:
     """A row for each of these names."""
-    return dict.fromkeys(names.split(), Row(requires=requires, **columns))
+    return dict.fromkeys(names.split(), Meaning(requires=requires, **columns))
 
 
-def _sends(name: str, *requires: str, kind: str = "", **columns: Any) -> dict[str, Row]:
+def _sends(name: str, *requires: str, kind: str = "", **columns: Any) -> dict[str, Meaning]:
     return rows(name, *requires, sends=kind or name, starts=True, **columns)
 
 
-_MEMORY: dict[str, Any] = dict(like=Like.MEMORY, free=True)
-_PERMUTES: dict[str, Any] = dict(kind="collective-permute", like=Like.PART)
+_MEMORY: dict[str, Any] = dict(like=Likeness.MEMORY, free=True)
+_PERMUTES: dict[str, Any] = dict(kind="collective-permute", like=Likeness.PART)
 
-OPCODES: dict[str, Row] = {
+OPCODES: dict[str, Meaning] = {
     # Between devices.
     **_sends("all-reduce", "replica_groups", calls="each"),
     **_sends("reduce-scatter", "replica_groups", "dimensions", calls="each"),
-    **_sends("all-gather", "replica_groups", "dimensions", like=Like.PART),
-    **_sends("all-to-all", "replica_groups", like=Like.PART, gathers=True),
+    **_sends("all-gather", "replica_groups", "dimensions", like=Likeness.PART),
+    **_sends("all-to-all", "replica_groups", like=Likeness.PART, gathers=True),
     **_sends("ragged-all-to-all", "replica_groups"),
     **_sends("collective-broadcast", "replica_groups", kind="broadcast"),
     **_sends("collective-permute", "source_target_pairs", **_PERMUTES),
@@ -114,15 +114,15 @@ OPCODES: dict[str, Row] = {
     **rows("add-dependency after-all domain opt-barrier optimization-barrier", **_MEMORY),
     **rows("bitcast", lazy=True, **_MEMORY),
     # What moves, or takes apart.
-    **rows("copy", like=Like.VALUE, starts=True),
-    **rows("convert", like=Like.VALUE, lazy=True),
-    **rows("reshape", like=Like.VALUE),
-    **rows("bitcast-convert reduce-precision", like=Like.ELEMENTS),
-    **rows("transpose", "dimensions", like=Like.ELEMENTS),
-    **rows("reverse", like=Like.PART),
-    **rows("pad", "padding", like=Like.PART, lazy=True, data=2),
-    **rows("slice", "slice", like=Like.PART, takes=True, starts=True),
-    **rows("dynamic-slice", like=Like.PART, takes=True, starts=True, data=1),
+    **rows("copy", like=Likeness.VALUE, starts=True),
+    **rows("convert", like=Likeness.VALUE, lazy=True),
+    **rows("reshape", like=Likeness.VALUE),
+    **rows("bitcast-convert reduce-precision", like=Likeness.ELEMENTS),
+    **rows("transpose", "dimensions", like=Likeness.ELEMENTS),
+    **rows("reverse", like=Likeness.PART),
+    **rows("pad", "padding", like=Likeness.PART, lazy=True, data=2),
+    **rows("slice", "slice", like=Likeness.PART, takes=True, starts=True),
+    **rows("dynamic-slice", like=Likeness.PART, takes=True, starts=True, data=1),
     **rows("gather", takes=True),
     **rows("dynamic-update-slice", puts=1, starts=True, data=2),
     **rows(

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, takewhile
 
 from .._errors import AuditError
 from .hlo import Array, Computation, HloModule, Instruction, arrays_of, elements_of
-from .opcodes import Like
+from .opcodes import Likeness
 from .values import Value, unchanged
 
 _NEAR = re.compile(r"S\(([12346])\)")  # not the device's main memory
@@ -85,7 +85,7 @@ class _Lifetimes:
                     self._enter(x, called, arguments)
                 if x.opcode == "while":
                     return operands[0]
-            case _ if x.row.like == Like.MEMORY and operands:
+            case _ if x.row.like == Likeness.MEMORY and operands:
                 return operands[0]
             case _ if x.form == "done":
                 return self._of_done(x, operands[0])

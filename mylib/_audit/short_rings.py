@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from .attribution import is_of_dot
 from .hlo import Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .values import uses_in
 
 
@@ -62,5 +62,5 @@ def _is_added(x: Instruction) -> bool:
 
 
 def _is_moved(x: Instruction) -> bool:
-    is_local = x.row.like >= Like.PART and not x.row.sends and not x.target
+    is_local = x.row.like >= Likeness.PART and not x.row.sends and not x.target
     return is_local or x.opcode in ("get-tuple-element", "tuple")

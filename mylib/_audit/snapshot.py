@@ -4,6 +4,7 @@ import difflib
 from collections import Counter
 from pathlib import Path
 
+from .attribution import UNKNOWN
 from .report import Report
 
 
@@ -21,7 +22,8 @@ def snapshot_of(report: Report) -> str:
     unknown: set[str] = set()
     for c in report.collectives:
         over = "?" if c.axes is None else ", ".join(c.axes)
-        name = f"{c.kind} over {over}{f', {c.phase}' if c.phase else ''}"
+        phase = "" if c.phase in ("", UNKNOWN) else f", {c.phase}"
+        name = f"{c.kind} over {over}{phase}"
         sums[name] += c.bytes * (c.times or 1)
         if c.times is None:
             unknown.add(name)

@@ -18,7 +18,7 @@ import numpy as np
 from .blocks import At, after_move, after_product, after_reduce, sliced
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 from .positions import positions
 from .values import Value, computed, trips
 from .walk import Walk, shaped
@@ -112,8 +112,8 @@ class Sums(Walk):
 
     # --- the structure of a program ---------------------------------------------------------------
 
-    def unknown(self) -> Forms:
-        return NONE
+    def unknown(self, inputs: list[Forms]) -> Forms:
+        return self._lost(_one(inputs))
 
     def of_this_device(self, x: Instruction) -> Forms:
         return NONE
@@ -173,12 +173,12 @@ class Sums(Walk):
         forms = [*map(_one, inputs)]
         if not any(forms):
             return shaped(x, NONE)
-        if x.target and x.row.like >= Like.VALUE:
+        if x.target and x.row.like >= Likeness.VALUE:
             return shaped(x, forms[0])
         return shaped(x, self._computed(x, forms))
 
     def _computed(self, x: Instruction, forms: list[Form]) -> Form:
-        keeps = x.row.like >= Like.ELEMENTS or x.does in ("broadcast", "negate")
+        keeps = x.row.like >= Likeness.ELEMENTS or x.does in ("broadcast", "negate")
         if self.ending is not None and not keeps and x.does not in _SUMS:
             # The last sum of a ring may be in one fusion with what uses it.
             forms = [self._one_ended(form, self.ending) for form in forms]

@@ -9,7 +9,7 @@ compilers' are in the programs that they write.
 import re
 from typing import Any
 
-from .opcodes import Like, Row, rows
+from .opcodes import Likeness, Meaning, rows
 
 _REAL, _COMPLEX = "sd", "cz"
 _LAPACK = {
@@ -38,12 +38,12 @@ PRODUCT_BY_TRITON = re.compile(r'"kind":"__triton\w*gemm')
 
 # Kernels whose work is not in the program, such as a user's own.
 _CALL: dict[str, Any] = dict(calls="each", product=True)
-KERNEL = Row(**_CALL, count="unknown")
+KERNEL = Meaning(**_CALL, count="unknown")
 _LIBRARY: dict[str, Any] = dict(**_CALL, workspace=True)
-_PASSED: dict[str, Any] = dict(calls="each", like=Like.VALUE)
+_PASSED: dict[str, Any] = dict(calls="each", like=Likeness.VALUE)
 
 
-def _called(names: str, count: str = "unknown", **columns: Any) -> dict[str, Row]:
+def _called(names: str, count: str = "unknown", **columns: Any) -> dict[str, Meaning]:
     return rows(names, **(_CALL | columns), count=count)
 
 
@@ -52,7 +52,7 @@ def _lapack(names: str, kinds: str) -> str:
 
 
 # By their targets.
-TARGETS: dict[str, Row] = {
+TARGETS: dict[str, Meaning] = {
     **_called(" ".join(_lapack(names, kinds) for names, kinds in _LAPACK.items())),
     **_called(" ".join(f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip"))),
     **_called(
@@ -87,7 +87,7 @@ TARGETS: dict[str, Row] = {
     ),
     **_called(" ".join(CALLBACKS), ""),
     **rows("Sharding MoveToHost MoveToDevice annotate_device_placement", **_PASSED),
-    **rows("ConcatBitcast", calls="each", like=Like.PART, gathers=True),
+    **rows("ConcatBitcast", calls="each", like=Likeness.PART, gathers=True),
     **rows("AllocateBuffer CreateBuffer", calls="each", reserves=True),
     **rows("AsyncCollectiveStart", calls="each", window="start"),
     **rows("AsyncCollectiveDone", calls="each", window="end"),

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from .hlo import Computation, HloModule, Instruction
-from .opcodes import Like
+from .opcodes import Likeness
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -149,7 +149,7 @@ def before(value: Value) -> Value | None:
         return Value(x.operand(0).operand(0))
     if x.row.calls == "run" and x.form != "update":
         return Value(start_of(x).called.result, path)
-    if x.row.like >= Like.VALUE and x.operands and not x.form and not x.target:
+    if x.row.like >= Likeness.VALUE and x.operands and not x.form and not x.target:
         return Value(x.operand(0), path)
     return None
 

@@ -71,14 +71,14 @@ class Walk:
             return (self.given_so_far(x.operand(0), inputs[0]), *inputs[:1] * (len(x.arrays) - 1))
         if x.row.window == "end":
             ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
-            return ends[0] if ends else self.unknown()
+            return ends[0] if ends else self.unknown(inputs)
         if x.sends:
             return self.collective(x, inputs)
         if x.row.calls == "run":
             operands = operands_of_call(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
             if any(y.name not in input_of for y in operands):
-                return self.unknown()
+                return self.unknown(inputs)
             return self.run(x.called, tuple(input_of[y.name] for y in operands))
         return self.computed(x, inputs)
 
@@ -111,7 +111,8 @@ class Walk:
         """The device's own number."""
         raise NotImplementedError
 
-    def unknown(self) -> Abstract:
+    def unknown(self, inputs: list[Abstract]) -> Abstract:
+        """What is computed from these in a way that isn't understood."""
         raise NotImplementedError
 
 

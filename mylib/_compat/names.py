@@ -269,8 +269,6 @@ STACK_JVP = "jvp"
 STACK_RECOMPUTED = "rematted_computation"
 STACK_TRANSPOSE = "transpose"
 STACK_VMAP = "vmap"
-# All that a name may be written around with.
-STACK = frozenset({JIT, STACK_JVP, STACK_TRANSPOSE, STACK_VMAP})
 
 # --- what JAX writes between the scopes of an instruction's name ----------------------------------
 

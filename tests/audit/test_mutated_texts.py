@@ -11,7 +11,7 @@ def test_there_are_texts_of_each_compiler():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mutated_texts.NAMES)
-def test_nothing_is_silently_wrong(name):
+def test_nothing_is_silently_wrong(name: str):
     tally = mutated_texts.tally_of(name)
     assert not tally.bad
     # 3,018 in all texts; of the smallest, 58.
