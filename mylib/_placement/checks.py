@@ -123,22 +123,7 @@ def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:
         )
 
 
-def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[Fault]:
-    if not isinstance(sharding, NamedSharding):
-        if world.manual_axes or (size is not None and size != len(sharding.device_set)):
-            yield because(
-                "a placement without mesh axes can't be used inside a program over "
-                f"{size or 'several'} devices",
-                "move the array before or after the transformed function, or name mesh axes",
-            )
-        return
-    spec = sharding.spec.partitions
-    for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
-        yield because(
-            f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
-            "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
-        )
-    mesh = sharding.mesh
+def _unfit_mesh(mesh: AnyMesh, world: World, size: int | None) -> Iterator[Fault]:
     if size is None and isinstance(mesh, AbstractMesh):
         yield because(
             "an abstract mesh has no devices, and the devices of this code are unknown here",
@@ -164,7 +149,25 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
             f"{show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
             f"constrain to {show_mesh(world.mesh)}, which is in force",
         )
-    mesh = mesh_in_force(mesh, world)
+
+
+def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[Fault]:
+    if not isinstance(sharding, NamedSharding):
+        if world.manual_axes or (size is not None and size != len(sharding.device_set)):
+            yield because(
+                "a placement without mesh axes can't be used inside a program over "
+                f"{size or 'several'} devices",
+                "move the array before or after the transformed function, or name mesh axes",
+            )
+        return
+    spec = sharding.spec.partitions
+    for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
+        yield because(
+            f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
+            "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
+        )
+    yield from _unfit_mesh(sharding.mesh, world, size)
+    mesh = mesh_in_force(sharding.mesh, world)
     yield from unfit_partial_sums(sharding.spec, mesh)
     types, explicit = axis_types(mesh), set(mesh.explicit_axes)
     for name in sorted(explicit & world.spmd_axes):

@@ -344,11 +344,19 @@ def trace(
     calls = Calls(step.roles, shard)
     try:
         with calls.tracing():
-            jaxpr, arrays, returned = _jaxpr_of(step)
+            jaxpr, arrays, returned = _jaxpr_without_mesh(step)
     except NotServedError as error:
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
         raise _not_plain(error) from error
+    if not calls.seen:
+        raise PlanError(_calls_none(step))
+    return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
+
+
+def _jaxpr_without_mesh(step: PlannedStep) -> tuple[Any, Any, Any]:
+    try:
+        return _jaxpr_of(step)
     except (RuntimeError, ValueError) as error:
         if names.TEXT_NO_MESH not in str(error):
             raise
@@ -357,14 +365,11 @@ def trace(
             "leave that out, or write mylib.filter_shard(x, mylib.rules.where_present(spec)), "
             "which only a mesh with these axes obeys"
         ) from error
-    if not calls.seen:
-        raise PlanError(_calls_none(step))
-    return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
 
 
 def _calls_none(step: PlannedStep) -> str:
-    names = ", ".join(step.called(role.path) for role in step.roles)
-    return f"the step calls none of its models ({names}). {_by_hand(step)}"
+    models = ", ".join(step.called(role.path) for role in step.roles)
+    return f"the step calls none of its models ({models}). {_by_hand(step)}"
 
 
 _PLAIN = (

@@ -25,4 +25,5 @@ from ._body import (
 )
 
 # Tracebacks and pickles then show the public names.
-Info.__module__ = __name__
+for _class in (Compared, Info, Verified, VerifyError):
+    _class.__module__ = __name__
