@@ -81,13 +81,13 @@ class Tried:
             return self.measured
         if self.estimated is not None:
             return self.estimated[0]
-        return math.inf if self.price is None or self.unread else self.price.seconds
+        return math.inf if self.price is None else self.price.seconds
 
     @property
     def memory(self) -> float:
         if self.report is not None and self.report.memory is not None:
             return self.report.memory.peak
-        return math.inf if self.price is None or self.unread else self.price.memory
+        return math.inf if self.price is None else self.price.memory
 
 
 def priced(

@@ -358,7 +358,7 @@ def _jaxpr_without_mesh(step: PlannedStep) -> tuple[Any, Any, Any]:
     try:
         return _jaxpr_of(step)
     except (RuntimeError, ValueError) as error:
-        if names.TEXT_NO_MESH not in str(error):
+        if isinstance(error, PlacementError) or names.TEXT_NO_MESH not in str(error):
             raise
         raise PlanError(
             f"{_PLAIN}. {line_that_raised(error)} gives JAX a PartitionSpec, which needs a mesh: "

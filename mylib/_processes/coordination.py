@@ -4,6 +4,7 @@ import atexit
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -87,6 +88,7 @@ class Series:
     def begin(self) -> bool:
         """False if this process has begun these meetings before: it has died, and been replaced."""
         if not self._begun:
+            _tell_end_at_exit()
             self._begun = set_once(connected(), f"{self.place}-begun/{self._me}", "")
         return self._begun
 
@@ -151,16 +153,18 @@ class Series:
         return f"{self.place}/{self.turn}"
 
 
-def tell_end() -> None:
+@cache
+def _tell_end_at_exit() -> None:
+    # Python calls the latest first: this comes before JAX leaves the other processes.
+    atexit.register(_tell_end)
+
+
+def _tell_end() -> None:
     """Tells the other processes that this one makes no calls any more."""
     client = coordination_client()
     if client is not None:
         with suppress(jax.errors.JaxRuntimeError):  # The service may be gone.
             set_once(client, f"{_ENDED}/{index_of_process()}", "")
-
-
-# Before JAX leaves the other processes, since JAX has been imported before.
-atexit.register(tell_end)
 
 
 def ended() -> set[int]:

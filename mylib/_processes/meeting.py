@@ -152,7 +152,9 @@ class _Visit:
             text += ", so this call has failed in all of them. They can go on with the next one"
         elif about is None:
             have = "has" if len(who) == 1 else "have"
-            text = f"{named(who)} {have} ended, and did not come to compare ({purpose}). {_CALLS}"
+            text = (
+                f"{named(who)} {have} ended, and did not come to compare ({purpose}). {_SAME_CALLS}"
+            )
         elif me not in who:
             text = f"{named(who)} did not come within {about:g} s to compare ({purpose}). "
             text += _advice(purpose)
@@ -285,14 +287,14 @@ def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone, in_order=True)
 
 
-_CALLS = "Every process with devices of the mesh must make the same calls in the same order"
+_SAME_CALLS = "Every process with devices of the mesh must make the same calls in the same order"
 
 
 def _advice(purpose: str) -> str:
     unless = "; if it makes no such call, place with check=False" if purpose == "placement" else ""
     return (
-        f"{_CALLS}. If one is slow, set {TIMEOUT} to more seconds{unless}. This call has failed in "
-        "all of them: all must try it again, or none"
+        f"{_SAME_CALLS}. If one is slow, set {TIMEOUT} to more seconds{unless}. This call has failed "
+        "in all of them: all must try it again, or none"
     )
 
 

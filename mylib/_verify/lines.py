@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from .._compat import names, scan_sizes
-from .._programs import bind_as, interpret, line_of, scanned
+from .._programs import bind_as, interpret, jaxprs_in, line_of, scanned
 from .._text import listed
 
 # How many values are looked at in one run, and how often programs are run at most.
@@ -57,9 +57,9 @@ class _Values:
         name = eqn.primitive.name
         if name == names.SCAN:
             return self._scan(eqn, args)
-        inside = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        if name in _ENTERED and inside is not None:
-            return self.run(inside, _constrained(args, eqn.params.get("in_shardings")))
+        if name in _ENTERED:
+            (inside, *_) = jaxprs_in(eqn)
+            return self.run(inside, _constrained(args, eqn.params.get(names.PARAM_IN_SHARDINGS)))
         results = bind_as(eqn, args)
         for x in results:
             if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -72,7 +72,7 @@ class _Values:
 
         def turn(carry: Any, xs: Any) -> Any:
             inner = _Values((*self.loops, place), self.wanted)
-            results = inner.run(eqn.params["jaxpr"], [*args[:consts], *carry, *xs])
+            results = inner.run(eqn.params[names.PARAM_JAXPR], [*args[:consts], *carry, *xs])
             found[:] = inner.found  # keys that JAX can't sort
             return results[:carried], (results[carried:], list(inner.found.values()))
 

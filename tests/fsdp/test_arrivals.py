@@ -217,6 +217,6 @@ def test_no_tracer_is_kept(batch):
 def test_where_uncommitted_weights_arrive(batch):
     """Why they are not named: the compiler takes `kept`."""
     compiled = step_of(loss_of).lower(MODEL, batch).compile().compiled
-    (arrays, _), _ = compiled.input_shardings
+    arrays, _ = compiled.input_shardings
     wanted = NamedSharding(AUTO, P("data"))
     assert all(here.is_equivalent_to(wanted, 2) for here in arrays[:-1:2])
