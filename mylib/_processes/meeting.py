@@ -293,8 +293,8 @@ _SAME_CALLS = "Every process with devices of the mesh must make the same calls i
 def _advice(purpose: str) -> str:
     unless = "; if it makes no such call, place with check=False" if purpose == "placement" else ""
     return (
-        f"{_SAME_CALLS}. If one is slow, set {TIMEOUT} to more seconds{unless}. This call has failed "
-        "in all of them: all must try it again, or none"
+        f"{_SAME_CALLS}. If one is slow, set {TIMEOUT} to more seconds{unless}. This call "
+        "has failed in all of them: all must try it again, or none"
     )
 
 
