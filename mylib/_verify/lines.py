@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from .._compat import names, scan_sizes
+from .._lines import is_of_user
 from .._programs import bind_as, interpret, jaxprs_in, line_of, scanned
 from .._text import listed
 
@@ -195,6 +196,8 @@ def first_difference(
             break
     end = len(mine) if found is None else mine.index(found[0])
     alone = [x.line for x in mine[:end] if x not in theirs and x.primitive not in _PLACING]
-    lines = tuple(dict.fromkeys(reversed(alone)))[:_ALONE]
+    # JAX doesn't always know the user's line, as of a `shard_map`.
+    users = [line for line in reversed(alone) if is_of_user(line.rpartition(":")[0])]
+    lines = tuple(dict.fromkeys(users))[:_ALONE]
     place, text = found or (None, "")
     return FirstDifference(place, text, lines)
