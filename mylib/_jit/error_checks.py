@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -44,6 +43,7 @@ from .._programs import (
     in_place_of,
     interpret,
     jaxprs_in,
+    line_of,
     scanned,
     with_equations,
     with_jaxprs,
@@ -458,11 +458,10 @@ class _Rewriting:
             return self.inlined(eqn, args)
         # JAX calls the rules later, and nothing can make values of their checks.
         if jax.device_count() > 1:
-            line = source_info_util.summarize(eqn.source_info)
             raise ValueError(
                 f"equinox.error_if is called in a function with rules of its own, a "
-                f"{eqn.primitive.name} at {line}, and a function of filter_jit around it is "
-                "transformed. Over several devices its errors can't be returned. Put filter_jit "
+                f"{eqn.primitive.name} at {line_of(eqn)}, and a function of filter_jit around it "
+                "is transformed. Over several devices its errors can't be returned. Put filter_jit "
                 "around the transformation: mylib.filter_jit(jax.grad(f)) in place of "
                 "jax.grad(mylib.filter_jit(f))"
             )

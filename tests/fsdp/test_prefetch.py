@@ -476,9 +476,13 @@ def test_error_checks():
         return through(model, x)
 
     assert_close(run(layers, X), through(LAYERS, X))
-    for program in (run, eqx.filter_value_and_grad(lambda layers, x: jnp.sum(run(layers, x)))):
+    loss = eqx.filter_value_and_grad(lambda layers, x: jnp.sum(run(layers, x)))
+    for program in (run, mylib.filter_jit(loss)):
         with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
             program(layers, X * 1e6)
+    # What `prefetch` is built of has rules of its own.
+    with pytest.raises(ValueError, match=r"test_prefetch.py:.* Put filter_jit around"):
+        loss(layers, X * 1e6)
 
 
 @pytest.mark.thorough
