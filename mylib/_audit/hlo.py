@@ -117,6 +117,8 @@ class Instruction:
         self.name: str
         self.type: str
         self.opcode: str
+        self.does: str
+        self.form: str
         self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
         # `-start`, `-update` and `-done` are forms of an opcode.
         self.does, self.form = _form(self.opcode)
@@ -313,7 +315,7 @@ class HloModule:
         head, _, attributes = headers[0].removeprefix("HloModule ").partition(", ")
         # The name of the function that was compiled.
         self.name: str = head.split(" ")[0].removeprefix("jit_")
-        self.attributes = attributes_of(f", {attributes}" if attributes else "", headers[0][:80])
+        self.attributes: dict[str, str] = attributes_of(f", {attributes}" if attributes else "", headers[0][:80])
         self.text = text
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}

@@ -1,4 +1,4 @@
 """Does a step compute on many devices what it computes on one."""
 
 from .judge import Compared as Compared
-from .verify import Verified as Verified, VerifyError as VerifyError, verify as verify
+from .runs import Verified as Verified, VerifyError as VerifyError, verify as verify
