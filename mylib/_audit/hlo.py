@@ -315,7 +315,9 @@ class HloModule:
         head, _, attributes = headers[0].removeprefix("HloModule ").partition(", ")
         # The name of the function that was compiled.
         self.name: str = head.split(" ")[0].removeprefix("jit_")
-        self.attributes: dict[str, str] = attributes_of(f", {attributes}" if attributes else "", headers[0][:80])
+        self.attributes: dict[str, str] = attributes_of(
+            f", {attributes}" if attributes else "", headers[0][:80]
+        )
         self.text = text
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
