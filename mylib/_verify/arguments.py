@@ -1,20 +1,15 @@
 """A step's arguments: filled in where they are abstract, in float64, on one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._tree import is_array, is_of_keys, name_of
-
-WIDE = {np.dtype(np.complex64): jnp.complex128}
-
-
-def is_inexact(x: Any) -> bool:
-    return is_array(x) and not is_of_keys(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+from .._tree import is_of_keys, name_of
 
 
 def filled(args: Any, high: int | None, seed: int) -> Any:
@@ -65,38 +60,17 @@ def _is_named_tuple(x: Any) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields")
 
 
-def copied(args: Any) -> Any:
-    """Copies, where the arrays are: a step may donate its arguments."""
-    return _each(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else jnp.asarray(x), args)
+def widened(x: jax.Array) -> jax.Array:
+    """A copy, in float64 (or complex128). `jax.enable_x64` must hold."""
+    wide = eqx.is_inexact_array(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float64)) if wide else jnp.copy(x)
 
 
-def widened(args: Any) -> Any:
-    """In float64, where the arrays are. `jax.enable_x64` must hold."""
-
-    def wide(x: Any) -> Any:
-        if not is_inexact(x):
-            return jnp.copy(x)
-        return jnp.asarray(x).astype(WIDE.get(np.dtype(x.dtype), jnp.float64))
-
-    return _each(wide, args)
-
-
-def perturbed(args: Any, eps: float, seed: int) -> Any:
+def perturbed(x: jax.Array, eps: float, random: np.random.Generator) -> jax.Array:
     """Each number changed by about `eps` of itself, as rounding it would."""
-    random = np.random.default_rng(seed)
-
-    def shaken(x: Any) -> Any:
-        if not is_inexact(x):
-            return jnp.copy(x)
-        noise = random.uniform(-1, 1, x.shape)
-        return (x * (1 + eps * noise)).astype(x.dtype)
-
-    return _each(shaken, args)
-
-
-def on_device(args: Any, device: Any) -> Any:
-    """On one device."""
-    return _each(lambda x: jax.device_put(whole(x), device), args)
+    if not eqx.is_inexact_array(x):
+        return x
+    return (x * (1 + eps * random.uniform(-1, 1, x.shape))).astype(x.dtype)
 
 
 def whole(x: Any) -> Any:
@@ -110,7 +84,3 @@ def whole(x: Any) -> Any:
         return multihost_utils.process_allgather(x, tiled=True)
     data = multihost_utils.process_allgather(jax.random.key_data(x), tiled=True)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-
-
-def _each(change: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: change(x) if is_array(x) else x, tree)

@@ -73,7 +73,7 @@ def _compared(
         return Compared(f"{name}, for {want.shape}", shape, dtype, np.inf, 0.0, 0.0)
     floats = jnp.issubdtype(want.dtype, jnp.inexact)
     noise = max((largest_difference(run, want) for run in shaken), default=0.0)
-    largest = _largest(want)
+    largest = largest_of(want)
     rounding = _ROOM * noise + (_UNITS * eps * largest if floats else 0.0)
     return Compared(name, shape, dtype, largest_difference(x, want), rounding, largest)
 
@@ -93,7 +93,7 @@ def _numbers(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
-def _largest(x: np.ndarray) -> float:
+def largest_of(x: np.ndarray) -> float:
     numbers = np.abs(_numbers(x))
     return float(np.max(numbers, initial=0.0, where=np.isfinite(numbers)))
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -17,9 +18,9 @@ from .._placement import in_own_dtypes, no_mesh, on_one_device
 from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
-from .._tree import Split, is_array, is_of_keys, name_of, outlined
-from .arguments import copied, filled, on_device, perturbed, whole, widened
-from .judge import Compared, coarsest, compare, largest_difference
+from .._tree import Split, is_array, is_of_keys, outlined
+from .arguments import filled, perturbed, whole, widened
+from .judge import Compared, coarsest, compare, largest_difference, largest_of
 from .lines import Runnable, first_difference
 
 # How often the reference is run with perturbed arguments, to see what rounding does.
@@ -143,17 +144,20 @@ def verify(
     """
     args = filled(args, high, seed)
     runs = _Runs(step, reference, args)
-    own, differ = runs.judged(wide=False)
+    traced = runs.traced(wide=False)
+    own = runs.judged(traced)
     wide, why = None, ""
     try:
-        runs.trace(wide=True)
+        traced_wide = runs.traced(wide=True)
     except (TypeError, ValueError) as error:
         why = in_words(error)
     else:
-        wide, differ_wide = runs.judged(wide=True)
-        differ = differ_wide or differ
+        wide = runs.judged(traced_wide)
+        if any(x.differs for x in wide):
+            traced = traced_wide
     replicas = runs.differing_replicas()
-    line = differ() if differ is not None else ""
+    differ = any(x.differs for x in (*(wide or ()), *own))
+    line = traced.first_line() if differ else ""
     report = Verified(runs.name, wide, own, replicas, line, why)
     if report.differs:
         raise VerifyError(report)
@@ -172,8 +176,26 @@ class _Flat:
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         result = self._fun(*self._outline.fill(arrays))
         leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
-        self.names = [name_of(path).replace("the array", "the result") for path, _ in leaves]
+        self.names = [jtu.keystr(path) or "the result" for path, _ in leaves]
         return [x for _, x in leaves]
+
+
+@dataclass(frozen=True)
+class _BothTraced:
+    """The step's program, and the reference's; `eps` is of the least exact type in them."""
+
+    placed: Runnable
+    alone: Runnable
+    wide: bool
+    eps: float
+
+    def first_line(self) -> str:
+        def differ(x: np.ndarray, want: np.ndarray) -> str:
+            difference, largest = largest_difference(x, want), largest_of(want)
+            rounding = self.eps * 1e4 if self.wide else self.eps**0.5
+            return f"{difference:.2g} of {largest:.2g}" * (difference > rounding * largest)
+
+        return str(first_difference(self.placed, self.alone, differ, _read))
 
 
 class _Runs:
@@ -181,42 +203,43 @@ class _Runs:
 
     def __init__(self, step: Any, reference: Any, args: Any):
         arrays, outline = outlined(args)
-        compiled = step if hasattr(step, "__wrapped__") else filter_jit(step)
+        # What compiles a step can also lower it. Other wrappers are a part of the step.
+        is_compiled = hasattr(step, "lower")
         self.name = getattr(step, "__name__", type(step).__name__)
         self._own = reference is None
-        self._step = _Flat(compiled, outline)
-        self._alone = _Flat(_as_written(step) if self._own else reference, outline)
-        self._arrays = [copied(x) for x in arrays]
+        self._step = _Flat(step if is_compiled else filter_jit(step), outline)
+        written = step.__wrapped__ if is_compiled else step
+        self._alone = _Flat(written if self._own else reference, outline)
+        self._arrays = list(map(jnp.copy, arrays))
         self._results: list[Any] = []
 
-    def trace(self, wide: bool) -> Any:
-        """The reference's program."""
-        return self._traced_alone(wide).program
-
-    def judged(self, wide: bool) -> tuple[tuple[Compared, ...], Callable[[], str] | None]:
-        """The results compared, and what finds the first line if they differ."""
+    def traced(self, wide: bool) -> _BothTraced:
         alone = self._traced_alone(wide)
-        placed = self._traced_as_is(wide)
         with _as_is(wide):
+            args = self._placed(wide)
+            placed = Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
+        eps = max(coarsest(alone.program), coarsest(placed.program))
+        return _BothTraced(placed, alone, wide, eps)
+
+    def judged(self, traced: _BothTraced) -> tuple[Compared, ...]:
+        """The results compared."""
+        wide, eps, args = traced.wide, traced.eps, traced.alone.args
+        with _as_is(wide):
+            # Copies: the step may donate them.
             self._results = self._step(self._placed(wide))
             got = list(map(_read, self._results))
         names = list(self._step.names)
-        eps = max(coarsest(alone.program), coarsest(placed.program))
+        random = np.random.default_rng(0)
         with _one_device(wide):
             run = jax.jit(self._alone)
-            wanted = list(map(_read, run(alone.args)))
-            shaken = [
-                list(map(_read, run(perturbed(alone.args, eps, seed)))) for seed in range(_SHAKEN)
-            ]
+            others = [[perturbed(x, eps, random) for x in args] for _ in range(_SHAKEN)]
+            wanted, *shaken = [list(map(_read, run(xs))) for xs in (args, *others)]
         if self._alone.names != names:
             raise TypeError(
                 f"verify: the step returns {', '.join(names)}; its reference returns "
                 f"{', '.join(self._alone.names)}"
             )
-        compared = tuple(compare(names, got, wanted, shaken, eps))
-        if not any(x.differs for x in compared):
-            return compared, None
-        return compared, partial(self._line, alone, wide, eps)
+        return tuple(compare(names, got, wanted, shaken, eps))
 
     def differing_replicas(self) -> str:
         """In the latest run."""
@@ -227,11 +250,12 @@ class _Runs:
         return ""
 
     def _placed(self, wide: bool) -> list[Any]:
-        return [(widened if wide else copied)(x) for x in self._arrays]
+        return list(map(widened if wide else jnp.copy, self._arrays))
 
     def _traced_alone(self, wide: bool) -> Runnable:
         with _one_device(wide):
-            args = on_device(self._placed(wide), jax.local_devices()[0])
+            device = jax.local_devices()[0]
+            args = [jax.device_put(whole(x), device) for x in self._placed(wide)]
             try:
                 program = jax.make_jaxpr(self._alone)(args)
             except Exception as error:
@@ -241,21 +265,6 @@ class _Runs:
         if self._own:
             _refuse_placed(program)
         return Runnable(program, args, partial(_one_device, wide))
-
-    def _traced_as_is(self, wide: bool) -> Runnable:
-        with _as_is(wide):
-            args = self._placed(wide)
-            return Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
-
-    def _line(self, alone: Runnable, wide: bool, eps: float) -> str:
-        def differ(x: np.ndarray, want: np.ndarray) -> str:
-            difference = largest_difference(x, want)
-            largest = float(np.max(np.abs(want), initial=0))
-            rounding = eps * 1e4 if wide else eps**0.5
-            return f"{difference:.2g} of {largest:.2g}" * (difference > rounding * largest)
-
-        found = first_difference(self._traced_as_is(wide), alone, differ, _read)
-        return str(found)
 
 
 @contextmanager
@@ -272,11 +281,6 @@ def _one_device(wide: bool) -> Iterator[None]:
     device = jax.default_device(jax.local_devices()[0])
     with _as_is(wide), no_mesh(), on_one_device(True), device:
         yield
-
-
-def _as_written(step: Any) -> Callable[..., Any]:
-    """A step without what compiles it."""
-    return getattr(step, "__wrapped__", step)
 
 
 _NEEDS_REFERENCE = (

@@ -123,6 +123,14 @@ class TestReference:
             verify(lambda x: (x, x), batch(), reference=lambda x: x)
 
 
+def test_what_wraps_a_step_is_a_part_of_it():
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(mylib.filter_shard(x, P("data"), mesh=MESH)) ** 2)
+
+    report = verify(eqx.filter_value_and_grad(loss), model(), batch())
+    assert not report.differs and len(report.own) == 5
+
+
 def test_the_step_of_a_plan():
     def step(model, x):
         value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
