@@ -11,4 +11,8 @@ from .gathered import about_gathered as about_gathered
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers
 from .order import about_order as about_order
-from .replicated import about_replicated as about_replicated, devices_of as devices_of
+from .replicated import (
+    NewProgram as NewProgram,
+    about_replicated as about_replicated,
+    devices_of as devices_of,
+)

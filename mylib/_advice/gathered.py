@@ -2,7 +2,7 @@
 them for each product.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from .._compat import lines_of, names, opened
 from .._errors import AuditError, ReplicatedWarning, warn
 from .._programs import all_equations, jaxprs_in, optimiser_of
 from .._text import counted, show_bytes, some
-from .._tree import Arrays
+from .replicated import NewProgram
 
 # A step that sends less than this for it is not slow.
 _LITTLE = 2**20
@@ -19,36 +19,29 @@ _LITTLE = 2**20
 _AS_IT_IS = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
 
 
-def about_gathered(
-    name: str,
-    arrays: Arrays,
-    returned: Arrays,
-    find_names: Callable[[], Sequence[str]],
-    count: int,
-    program: Callable[[], tuple[Any, jax.stages.Lowered]],
-) -> bool:
-    """Warns of an optimiser whose matrices are gathered more often than once each. The arguments
-    are as for `about_replicated`. Returns whether it did.
+def about_gathered(new: NewProgram) -> bool:
+    """Warns of an optimiser whose matrices are gathered more often than once each. Returns whether
+    it did.
     """
-    held = _sharded(arrays[:count])
+    held = _sharded(new.arrays[: new.count])
     # An optimiser returns the weights that it is given.
-    if held.keys().isdisjoint(_sharded(returned)):
+    if held.keys().isdisjoint(_sharded(new.returned)):
         return False
-    traced, lowered = program()
+    traced, lowered = new.find()
     squares = _Squares()
     squares.look_at(traced.jaxpr)
     sides = squares.found & {*held}
     if not sides:
         return False
     whole = [i for x in sides for i in held[x]]
-    once = sum(arrays[i].nbytes for i in whole)
+    once = sum(new.arrays[i].nbytes for i in whole)
     times, sent = _inserted(lowered.compile(), set(_lines_of_optimisers(traced.jaxpr)))
     if sent < max(_LITTLE, once):
         return False
-    paths = find_names()
+    paths = new.find_names()
     leaves = some([paths[i] for i in whole])
     warn(
-        f"{name}: the optimiser multiplies whole matrices, and the compiler gathers "
+        f"{new.name}: the optimiser multiplies whole matrices, and the compiler gathers "
         f"them for one product after the other: each device sends {show_bytes(sent)} in "
         f"{counted(times, 'collective')}, where {leaves} hold {show_bytes(once)}. Write "
         "mylib.by_matrix(transform, kept) in place of transform: a matrix is sent to one device, "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,25 +31,32 @@ _TIMES_OTHERS_LOOPED = 2
 _UNROLLED = 4
 
 
-def about_replicated(
-    name: str,
-    arrays: Arrays,
-    returned: Arrays,
-    find_names: Callable[[], Sequence[str]],
-    count: int,
-    program: Callable[[], tuple[Any, jax.stages.Lowered]],
-) -> bool:
-    """Warns that all devices compute the same in a function `name`. The first `count` arrays are
-    arguments, and `program` returns the program traced and lowered. Returns whether it did.
+@dataclass(frozen=True)
+class NewProgram:
+    """A program that a call of the function `name` has compiled: the arrays that it was given, the
+    first `count` of which are arguments, and those that it has returned.
     """
-    devices = max(map(devices_of, (*arrays, *returned)), default=1)
+
+    name: str
+    arrays: Arrays
+    returned: Arrays
+    find_names: Callable[[], Sequence[str]]
+    count: int
+    # Traced and lowered.
+    find: Callable[[], tuple[Any, jax.stages.Lowered]]
+
+
+def about_replicated(new: NewProgram) -> bool:
+    """Warns that all devices compute the same. Returns whether it did."""
+    arrays = new.arrays
+    devices = max(map(devices_of, (*arrays, *new.returned)), default=1)
     if devices == 1:
         return False
-    whole = _whole(arrays[:count], devices)
-    rows = {x.shape[0]: i for i, x in enumerate(arrays[:count]) if _has_split_rows(x)}
+    whole = _whole(arrays[: new.count], devices)
+    rows = {x.shape[0]: i for i, x in enumerate(arrays[: new.count]) if _has_split_rows(x)}
     if not whole and not rows:
         return False
-    traced, lowered = program()
+    traced, lowered = new.find()
     loop = _loop_over(traced.jaxpr, rows) if rows else None
     if loop is None and not whole:
         return False
@@ -62,13 +70,13 @@ def about_replicated(
     times = _TIMES_OTHERS if loop is None else _TIMES_OTHERS_LOOPED
     if work is None or not _are_worth_dividing(work, devices, times):
         return False
-    names = find_names()
+    names = new.find_names()
     if loop is None:
         text = _of_whole(arrays, [names[i] for i in whole], whole[0], devices)
     else:
         line, position = loop
         text = _of_loop(arrays[position], names[position], line, devices)
-    warn(f"{name}: {text}", ReplicatedWarning)
+    warn(f"{new.name}: {text}", ReplicatedWarning)
     return True
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from .._advice import (
     ChangingNumbers,
     Earlier,
+    NewProgram,
     about_arrivals,
     about_gathered,
     about_order,
@@ -50,5 +51,5 @@ class Advise(Step):
         if not call.is_ahead and not self._advice.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
-            told = name, given, returned, names, call.split.count, program
-            self._advice.is_replicated_told = about_replicated(*told) or about_gathered(*told)
+            new = NewProgram(name, given, returned, names, call.split.count, program)
+            self._advice.is_replicated_told = about_replicated(new) or about_gathered(new)
