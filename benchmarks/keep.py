@@ -18,7 +18,9 @@ def main(name: str, *options: str) -> None:
     done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=True)
     shown = " ".join(["python", f"benchmarks/{name}.py", *options])
     versions = f"jax {importlib.metadata.version('jax')}, Python {platform.python_version()}"
-    text = f"# {name}\n\n`{shown}`\n\n{versions}, {os.cpu_count()} cores.\n\n{done.stdout.strip()}\n"
+    text = (
+        f"# {name}\n\n`{shown}`\n\n{versions}, {os.cpu_count()} cores.\n\n{done.stdout.strip()}\n"
+    )
     (FOLDER / "results" / f"{name}.md").write_text(text, encoding="utf-8")
     print(done.stdout)
 

@@ -33,7 +33,7 @@ from mylib._text import show_bytes
 from mylib.machines import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "benchmarks" / "results" / "cookbook.md"
+PAGE = ROOT / "benchmarks" / "results" / "models.md"
 PROGRAMS = (
     "llama",
     "experts",

@@ -2,7 +2,8 @@
 
     python tests/_pages.py command NAME    prints README's command of that name
     python tests/_pages.py run PAGE        runs the Python blocks of a page in one namespace
-    python tests/_pages.py serve           does so with each page that standard input names
+    python tests/_pages.py write PAGE      does so, and writes what they print into the page
+    python tests/_pages.py serve           the same as `run`, for each page that standard input names
 
 Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
 """
@@ -47,8 +48,8 @@ class Block(NamedTuple):
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
     script: str | None  # the same of `<!-- script: name -->`: started in two processes
-    # After `<!-- output: ... -->`: what the Python block above prints. If that depends on the version,
-    # `<!-- output: newest JAX -->`.
+    # After `<!-- output: ... -->`: what the Python block above prints; `<!-- output: newest JAX -->`
+    # if that depends on the version.
     output: str | None = None
     shown: str | None = None  # after `<!-- shown: why -->`: text that no block of the page prints
 
@@ -84,13 +85,16 @@ def command(name: str) -> str:
     return found[0].text.strip()
 
 
-def run(page: Path) -> None:
+def run(page: Path, write: bool = False) -> None:
     # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = ""
+    outputs: list[tuple[Block, str]] = []
     for block in blocks(page):
-        if block.language == "text":
+        if write and block.output is not None:
+            outputs.append((block, printed))
+        elif block.language == "text":
             _compare(page, block, printed)
         if block.language == "python" and not (block.not_run or block.test_file or block.script):
             # Moved down to where it stands in the page, so that tracebacks show its lines.
@@ -99,6 +103,11 @@ def run(page: Path) -> None:
                 exec(compile(source, str(page), "exec"), module.__dict__)
             printed = out.getvalue()
             print(printed, end="")
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    for block, said in reversed(outputs):
+        lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [said]
+    if outputs:
+        page.write_text("".join(lines), encoding="utf-8")
 
 
 def _compare(page: Path, block: Block, printed: str) -> None:
@@ -144,6 +153,8 @@ if __name__ == "__main__":
             print(command(name))
         case ["run", page]:
             run(Path(page))
+        case ["write", page]:
+            run(Path(page), write=True)
         case ["serve"]:
             serve()
         case _:
