@@ -3,7 +3,7 @@
     python tests/_pages.py command NAME    prints README's command of that name
     python tests/_pages.py run PAGE        runs the Python blocks of a page in one namespace
     python tests/_pages.py write PAGE      does so, and writes what they print into the page
-    python tests/_pages.py serve           the same as `run`, for each page that standard input names
+    python tests/_pages.py serve           runs each page that standard input names
 
 Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
 """
@@ -48,8 +48,8 @@ class Block(NamedTuple):
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
     script: str | None  # the same of `<!-- script: name -->`: started in two processes
-    # After `<!-- output: ... -->`: what the Python block above prints; `<!-- output: newest JAX -->`
-    # if that depends on the version.
+    # After `<!-- output: ... -->`: what the Python block above prints. `newest JAX` if that depends
+    # on the version.
     output: str | None = None
     shown: str | None = None  # after `<!-- shown: why -->`: text that no block of the page prints
 
