@@ -167,9 +167,8 @@ def _cut_all(leaves: Sequence[Shipment], me: int) -> dict[_Key, jax.Array]:
                 by_device.setdefault(piece.source, []).append(j)
         shards = shards_of(leaf.x) if by_device else {}
         for device, numbers in by_device.items():
-            parts = tuple(
-                (leaf.division.pieces[j].start, leaf.division.pieces[j].shape) for j in numbers
-            )
+            chosen = [leaf.division.pieces[j] for j in numbers]
+            parts = tuple((piece.start, piece.shape) for piece in chosen)
             pieces.update(zip(((i, j) for j in numbers), cut(parts, shards[device]), strict=True))
     return pieces
 

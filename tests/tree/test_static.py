@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
-from mylib._jit import program
+from mylib._jit import dispatcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TestSharing:
 class TestBound:
     @pytest.mark.slow
     def test_programs_are_let_go(self, monkeypatch):
-        monkeypatch.setattr(program, "_MOST", 256)
+        monkeypatch.setattr(dispatcher, "_MOST", 256)
 
         class Name:
             pass
