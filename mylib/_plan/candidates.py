@@ -23,7 +23,7 @@ from .fixes import FixedParts
 from .layers import layers_in
 from .price import Price, Prices
 from .replaced import Replaced
-from .result import Candidate
+from .result import TIES, Candidate
 from .strategy import (
     Impossible,
     Strategy,
@@ -44,9 +44,6 @@ RESERVE = 0.05
 # H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
 # (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
-# Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
-# called a tie is listed with the plan.
-TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 
 

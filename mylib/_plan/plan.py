@@ -16,9 +16,8 @@ from ..machines import Machine, here
 from .cache import CachedPlan
 from .candidates import (
     RESERVE,
-    TIES,
-    Trial,
     LiveCandidate,
+    Trial,
     applying,
     compiled,
     is_tie,
@@ -31,7 +30,7 @@ from .fixes import FixedParts
 from .layers import layers_in
 from .price import with_figures
 from .replaced import Replaced
-from .result import Plan
+from .result import TIES, Plan
 from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
