@@ -48,6 +48,16 @@ def test_redirects(site):
     assert set(moved) <= set(check_site.OLD)
 
 
+def test_the_first_use_of_a_word_leads_to_the_glossary():
+    terms = finish_site.glossary((_pages.ROOT / "docs" / "glossary.md").read_text())
+    assert terms["sharded"] == "sharded" and terms["all-gather"] == "gather" and "used" not in terms
+    text = "<article><h2>sharded</h2><p>sharded <code>mesh</code> unsharded, sharded</p></article>"
+    link = '<a href="../glossary/#sharded">sharded</a>'
+    assert finish_site.with_glossary(text, terms, "../glossary/") == text.replace(
+        "<p>sharded", f"<p>{link}"
+    )
+
+
 def test_downloads(site):
     for name in ("gpt.py", "shard_a_model.ipynb", "models/llama.py"):
         source = _pages.ROOT / "examples" / name

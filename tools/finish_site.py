@@ -1,5 +1,6 @@
 """Finishes the built site: `python tools/finish_site.py site`.
 
+- Links to the glossary, where a page has one of its words for the first time.
 - A description for each page, its first sentence, and what social networks show of it.
 - Pages at the old addresses of those that have moved, and `assets/moved.js` for sections. The
   addresses are in `moved.json`.
@@ -20,6 +21,7 @@ MOVED = Path(__file__).with_name("moved.json")
 _DESCRIPTION = re.compile(r'<meta name="description" content="[^"]*"\s*/?>')
 _TITLE = re.compile(r"<title>(.*?)</title>")
 _ARTICLE = re.compile(r"<article.*?</article>", re.DOTALL)
+_OUTSIDE = ("a", "code", "pre", "table", "h1", "h2", "h3", "h4", "svg", "summary")
 _PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 
 REDIRECT = """<!doctype html>
@@ -70,6 +72,42 @@ def with_source(page: str, path: Path, address: str) -> str:
     return page.replace("</article>", f"{link}</article>", 1) if source else page
 
 
+def glossary(page: str) -> dict[str, str]:
+    """The anchors of the words, from the source of the page. Everyday words are left out."""
+    terms = {}
+    for name, words in re.findall(r'^\| <a id="(.*?)"></a>(.*?) \|', page, re.MULTILINE):
+        if name not in ("kept", "leaf", "process"):
+            terms |= {word: name for word in re.split(r", | \(|\)", words) if word}
+    return terms
+
+
+def with_glossary(page: str, terms: dict[str, str], address: str) -> str:
+    """The first use of each word in a paragraph or list leads to the glossary."""
+    left = dict(terms)
+    words = "|".join(re.escape(word) for word in sorted(terms, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w-])({words})(?![\w-])")
+    start, end = page.find("<article"), page.find("</article>")
+    if start < 0:
+        return page
+    open_tags: list[str] = []
+    parts = re.split(r"(<[^>]+>)", page[start:end])
+    for i, part in enumerate(parts):
+        tag = re.match(r"<(/?)(\w+)", part)
+        if tag and tag[2] in (*_OUTSIDE, "p", "li"):
+            if not tag[1]:
+                open_tags.append(tag[2])
+            elif tag[2] in open_tags:
+                del open_tags[len(open_tags) - 1 - open_tags[::-1].index(tag[2]) :]
+        elif not tag and open_tags and not set(open_tags) & set(_OUTSIDE):
+
+            def link(match: re.Match[str]) -> str:
+                name = left.pop(match[1], None)
+                return f'<a href="{address}#{name}">{match[1]}</a>' if name else match[1]
+
+            parts[i] = pattern.sub(link, part)
+    return page[:start] + "".join(parts) + page[end:]
+
+
 def redirect(site: Path, old: str, new: str) -> None:
     path = site / old / "index.html"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,9 +118,13 @@ def redirect(site: Path, old: str, new: str) -> None:
 def finish(site: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     address = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["address"].rstrip("/")
+    terms = glossary((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     for path in sorted(site.rglob("index.html")):
-        page = described(path.read_text(encoding="utf-8"))
-        path.write_text(with_source(page, path.relative_to(site), address), encoding="utf-8")
+        here = path.relative_to(site)
+        page = with_source(described(path.read_text(encoding="utf-8")), here, address)
+        if here.parts[0] not in ("api", "examples", "glossary", "changelog"):
+            page = with_glossary(page, terms, "../" * (len(here.parts) - 1) + "glossary/")
+        path.write_text(page, encoding="utf-8")
     moved = json.loads(MOVED.read_text(encoding="utf-8"))
     for old, new in moved.items():
         if "#" not in old:
