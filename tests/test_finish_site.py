@@ -58,6 +58,15 @@ def test_the_first_use_of_a_word_leads_to_the_glossary():
     )
 
 
+def test_overloads_are_folded():
+    first, last = (
+        f'<div class="language-python doc-signature highlight"><pre>{x}</pre></div>' for x in "ab"
+    )
+    page = f'<h2>f</h2><div class="doc-overloads">\n{first}{last}  </div><p>text</p>'
+    folded = f"{last}<details><summary>Other forms</summary>{first}</details>"
+    assert finish_site.folded(page) == f"<h2>f</h2>{folded}<p>text</p>"
+
+
 def test_downloads(site):
     for name in ("gpt.py", "shard_a_model.ipynb", "models/llama.py"):
         source = _pages.ROOT / "examples" / name

@@ -1,5 +1,6 @@
 """Finishes the built site: `python tools/finish_site.py site`.
 
+- Of a function with overloads the last is shown, and the others are folded.
 - Links to the glossary, where a page has one of its words for the first time.
 - A description for each page, its first sentence, and what social networks show of it.
 - Pages at the old addresses of those that have moved, and `assets/moved.js` for sections. The
@@ -22,6 +23,10 @@ _DESCRIPTION = re.compile(r'<meta name="description" content="[^"]*"\s*/?>')
 _TITLE = re.compile(r"<title>(.*?)</title>")
 _ARTICLE = re.compile(r"<article.*?</article>", re.DOTALL)
 _OUTSIDE = ("a", "code", "pre", "table", "h1", "h2", "h3", "h4", "svg", "summary")
+_SIGNATURE = re.compile(r'<div class="[^"]*doc-signature.*?</pre></div>', re.DOTALL)
+_OVERLOADS = re.compile(
+    rf'<div class="doc-overloads">\s*((?:{_SIGNATURE.pattern}\s*)+)</div>', re.DOTALL
+)
 _PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 
 REDIRECT = """<!doctype html>
@@ -70,6 +75,17 @@ def with_source(page: str, path: Path, address: str) -> str:
     )
     link = f'<p class="source"><a href="{address}/blob/main/{source}">Source of this page</a></p>'
     return page.replace("</article>", f"{link}</article>", 1) if source else page
+
+
+def folded(page: str) -> str:
+    def fold(match: re.Match[str]) -> str:
+        *others, last = _SIGNATURE.findall(match[1])
+        if not others:
+            return last
+        summary = "<summary>Other forms</summary>"
+        return f"{last}<details>{summary}{''.join(others)}</details>"
+
+    return _OVERLOADS.sub(fold, page)
 
 
 def glossary(page: str) -> dict[str, str]:
@@ -121,7 +137,8 @@ def finish(site: Path) -> None:
     terms = glossary((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     for path in sorted(site.rglob("index.html")):
         here = path.relative_to(site)
-        page = with_source(described(path.read_text(encoding="utf-8")), here, address)
+        page = folded(described(path.read_text(encoding="utf-8")))
+        page = with_source(page, here, address)
         if here.parts[0] not in ("api", "examples", "glossary", "changelog"):
             page = with_glossary(page, terms, "../" * (len(here.parts) - 1) + "glossary/")
         path.write_text(page, encoding="utf-8")
