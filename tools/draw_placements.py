@@ -56,7 +56,7 @@ PICTURES = [
         {"data": 4},
         [
             Row("model.layers[1].weight", 'P("data"), kept so', 48, 48, P("data")),
-            Row("state[0].mu.layers[1].weight", "as the weight", 48, 48, P("data")),
+            Row("Adam's moments of it", "as the weight", 48, 48, P("data")),
             Row("model.layers[1].bias", "P(): small, a copy", 48, 10, P()),
             Row("x, the batch", 'P("data"): its rows', 40, 48, P("data")),
             Row("while a layer computes", "gathered, then freed", 48, 48, P(), "gathered"),
