@@ -104,6 +104,13 @@ def origin(x: Instruction) -> tuple[str, str, str]:
     return source_of(informed), own_primitive_of(informed), phase_of(_origin_names(informed))
 
 
+def place_of(x: Instruction) -> tuple[str, str, str]:
+    """The scope, the pass and the line of an instruction, or of the nearest one that has them."""
+    informed = x if _origin_names(x) else next(_informed_users(x), None) or _informed_input(x)
+    names = _origin_names(informed)
+    return _scope(names[0] if names else ""), phase_of(names), source_of(x) or source_of(informed)
+
+
 def primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, or of the nearest one that has one."""
     return own_primitive_of(x) or own_primitive_of(next(_informed_users(x), x))

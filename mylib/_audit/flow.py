@@ -11,6 +11,7 @@ from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
+from .moments import Window, windows_of
 from .sums import Sums
 from .values import Value, computed
 
@@ -21,19 +22,28 @@ Labels = np.ndarray
 class Flow:
     """The way of values through a program. It is followed when it is first asked for."""
 
-    def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
+    def __init__(
+        self, module: HloModule, transfers: Sequence[Transfer], numbers: Sequence[int] = ()
+    ):
         self.module: HloModule = module
-        self._transfers = transfers
+        self.transfers = transfers
+        # Of the devices, in the program's order.
+        self.numbers = numbers or range(module.devices)
         self.devices: int = module.devices
 
     @cached_property
+    def windows(self) -> list[list[Window]]:
+        """The steps of each collective."""
+        return windows_of(self.module, self.transfers)
+
+    @cached_property
     def graph(self) -> Graph:
-        return graph_of(self.module, self._transfers, self.devices)
+        return graph_of(self.module, self.transfers, self.devices)
 
     @cached_property
     def sources_of(self) -> Mapping[int, Sequence[int]]:
         """By the number of a collective: its sources, one for each array."""
-        sources: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
+        sources: dict[int, list[int]] = {i: [] for i in range(len(self.transfers))}
         for bit in self.graph.into:
             sources[self.graph.sources[bit].number].append(bit)
         return sources
@@ -45,7 +55,7 @@ class Flow:
     def array(self, bit: int) -> Array:
         """The array that a collective returns; of a reduce-scatter the one that it is given."""
         source = self.graph.sources[bit]
-        transfer = self._transfers[source.number]
+        transfer = self.transfers[source.number]
         if transfer.members:
             return transfer.arrays[0]
         if source.part is not None:
@@ -56,7 +66,7 @@ class Flow:
     def made_by(self, bit: int) -> tuple[str, str, str]:
         """The line, the primitive and the phase of what a collective is given."""
         source = self.graph.sources[bit]
-        operands = self._transfers[source.number].first.inputs()
+        operands = self.transfers[source.number].first.inputs()
         operand = operands[min(source.element, len(operands) - 1)]
         if source.part is not None:  # one of several arrays in a row
             row = computed(Value(operand)).made_by.inputs()
@@ -68,11 +78,11 @@ class Flow:
         """Whether this source is the result of a reduce-scatter."""
         source = self.graph.sources[bit]
         is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "reduce-scatter"
+        return is_collective and self.transfers[source.number].kind == "reduce-scatter"
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""
-        transfer = self._transfers[self.graph.sources[bit].number]
+        transfer = self.transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
         return transfer.first.adds
@@ -145,7 +155,7 @@ class Flow:
 
     def _after(self, source: Source, before: Labels) -> Labels:
         """Which devices have the same result of a collective."""
-        transfer = self._transfers[source.number]
+        transfer = self.transfers[source.number]
         groups = transfer.groups
         # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
         kind = transfer.kind if transfer.members else transfer.first.sends
@@ -167,7 +177,7 @@ class Flow:
     def is_repeated(self, bit: int, labels: Labels) -> bool:
         """Whether a sum adds the same value several times."""
         number = self.graph.sources[bit].number
-        groups = self._transfers[number].groups
+        groups = self.transfers[number].groups
         return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in labels[groups])
 
     def before_permutations(self, mask: int) -> int:
@@ -186,13 +196,13 @@ class Flow:
     def _is_permutation(self, bit: int) -> bool:
         source = self.graph.sources[bit]
         is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "collective-permute"
+        return is_collective and self.transfers[source.number].kind == "collective-permute"
 
     def sums(self, data: Iterable[int], places: Sequence[int]) -> Sums:
         """What adds up the data of devices, which are at these places along an axis: `data` are the
         parameters that are split over it.
         """
-        return Sums(self.module, self._transfers, data, places)
+        return Sums(self.module, self.transfers, data, places)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

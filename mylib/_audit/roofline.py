@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
 from .groups import axis_of
 from .links import Message, seconds, stated
 from .moments import Begin, End
+from .rates import measured_speed, slower_links
+from .speed import Speed
 from .work import Loop, Operation, Step, Work
 
 
@@ -59,30 +61,21 @@ def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
-class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, and bytes of its memory. And the shares of
-    these that are reached.
-    """
-
-    flops: Mapping[str, float]
-    memory: float
-    of_products: float = 1
-    of_kernels: float = 1
-    of_memory: float = 1
-
-    def seconds(self, operation: Operation) -> tuple[float, float]:
-        """The seconds of the products of an operation, and of its memory traffic."""
-        products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
-        share = self.of_kernels if operation.is_kernel else self.of_products
-        return products / share, operation.bytes / self.memory / self.of_memory
-
-
 def estimate(
-    work: Work, sent: Sequence[Message], axes: Mapping[str, int], machine: Machine
+    work: Work,
+    sent: Sequence[Message],
+    axes: Mapping[str, int],
+    machine: Machine,
+    measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program."""
+    """`sent` are all collectives of the program; `measured` may be another one."""
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
+    slowest, slower = _slowest(machine.chip, real), dict[tuple[str, ...], float]()
+    if measured is not None:
+        slowest = real = measured_speed(measured, ideal, real)
+        slower = slower_links(measured, axes, machine)
+        assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
         f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
         f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
@@ -92,13 +85,16 @@ def estimate(
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
-    links = [seconds(message, axes, machine) for message in sent]
+    links = [
+        (each * slower.get(message.axes, 1), text)
+        for message in sent
+        for each, text in [seconds(message, axes, machine)]
+    ]
     for message, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    slowest = _slowest(machine.chip, real)
     most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     low = max(low, communication)
     total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])

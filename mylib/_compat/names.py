@@ -361,3 +361,19 @@ PICKLED_PARTS = {
 PICKLED_NAMES = frozenset(
     f"{module}.{name}" for module, all in PICKLED_PARTS.items() for name in all.split()
 )
+
+# --- the profiler: planes, lines and statistics of `jax.profiler.ProfileData` ---------------------
+
+HOST_PLANE = "/host:CPU"
+DEVICE_PLANE = r"/device:(?P<kind>GPU|TPU):(?P<number>\d+)"
+# The line with calls of Python.
+PYTHON_LINE = "python"
+# The statistics of an operation.
+HLO_OP, HLO_MODULE, PROGRAM_ID = "hlo_op", "hlo_module", "program_id"
+RUN_ID, DEVICE_ORDINAL = "run_id", "device_ordinal"
+# An operation on a CPU ends in an event with this name, that has the operation's number.
+END_OF_EVENT, PRODUCER, CONSUMER = "end: ", "_p", "_c"
+# Of GPUs and TPUs, by public descriptions: there are no programs for these here.
+MODULES_LINE, STREAM_LINE = "XLA Modules", "Stream"
+OPS_LINE, ASYNC_LINE = "XLA Ops", "Async XLA Ops"
+COMMAND_BUFFER = "command_buffer"

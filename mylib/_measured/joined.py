@@ -1,0 +1,202 @@
+"""Joins the events of a trace with what is known of each instruction."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from .events import Event, events_of
+from .flights import Flight, Step, flights_of
+from .measured import Cost, Measured, MeasuredCollective, MeasuredDevice, MeasuredPart
+from .spans import Spans
+
+K = TypeVar("K")
+
+
+class Origin(NamedTuple):
+    """An instruction: where it is from, the instructions in the computations that it calls, what
+    it does, and how long that is estimated to take.
+    """
+
+    scope: str
+    phase: str
+    source: str
+    inside: frozenset[str] = frozenset()
+    work: Any = None
+    seconds: float | None = None
+
+
+class Sent(NamedTuple):
+    """A collective of the program. `share` of its instructions' time is its own; `seconds` of a
+    call are estimated for it.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    source: str
+    what: str
+    seconds: float | None
+    share: float = 1.0
+    steps: tuple[Step, ...] = ()
+
+
+class Program(NamedTuple):
+    """What is known of a program: its instructions and collectives, the instructions that run in
+    each call, and its devices in order.
+    """
+
+    name: str
+    origins: Mapping[str, Origin]
+    sent: Sequence[Sent]
+    certain: frozenset[str]
+    devices: Sequence[int]
+
+
+class _Time(NamedTuple):
+    """Nanoseconds of an instruction on a device, and how often it runs. Of a collective: in flight;
+    `sending`, which is after the last device has come; `exposed`, while nothing computes; and
+    `waiting`, of that, for the last device.
+    """
+
+    computing: float = 0.0
+    exposed: float = 0.0
+    waiting: float = 0.0
+    flying: float = 0.0
+    sending: float = 0.0
+    runs: float = 0.0
+
+
+class _Share(NamedTuple):
+    """The time of one execution."""
+
+    name: str
+    device: int
+    awaited: int
+    time: _Time
+
+
+def measured_of(
+    path: str | Path, program: Program, machine: str, estimated: tuple[float, float] | None
+) -> Measured:
+    """What a trace says of a program. `estimated` are the seconds of a call on the `machine`, and
+    those of exposed communication.
+    """
+    events, notes = events_of(path, program.name, program.origins, program.certain)
+    calls = _calls(events, program.origins)
+    steps = {step.first: step for one in program.sent for step in one.steps}
+    flights = flights_of(calls, steps, program.devices)
+    shares = [x for key in calls for x in _shares(key[0], calls[key], flights[key], steps)]
+    count = len(calls)
+    devices = sorted({device for device, _ in calls})
+    by_name = _summed(((x.name, x.time) for x in shares), count)
+    by_awaited = _summed((((x.name, x.awaited), x.time) for x in shares), count)
+    windows: dict[int, float] = defaultdict(float)
+    for (device, _), of in calls.items():
+        windows[device] += (max(x.end for x in of) - of[0].start) / 1e9 / count * len(devices)
+    return Measured(
+        name=program.name,
+        calls=count // len(devices),
+        parts=tuple(_parts(by_name, program.origins)),
+        collectives=tuple(_collective(one, by_name, by_awaited) for one in program.sent),
+        devices=tuple(_devices(shares, windows, count / len(devices))),
+        unknown={x: t.computing for x, t in by_name.items() if x not in program.origins},
+        machine=machine,
+        estimated=estimated,
+        notes=tuple(notes),
+        costs=tuple(_costs(by_name, program.origins)),
+    )
+
+
+def _calls(
+    events: Iterable[Event], origins: Mapping[str, Origin]
+) -> dict[tuple[int, int], list[Event]]:
+    """The events of each call on each device, in their order. An instruction whose parts have
+    events of their own, such as a loop, is no work itself.
+    """
+    events = sorted(events, key=lambda x: x.start)
+    names = {x.name for x in events}
+    containers = {x for x in names & origins.keys() if origins[x].inside & names}
+    calls: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for x in events:
+        if x.name not in containers:
+            calls[x.device, x.call].append(x)
+    return calls
+
+
+def _shares(
+    device: int, events: Sequence[Event], flights: Sequence[Flight], steps: Mapping[str, Step]
+) -> Iterator[_Share]:
+    """Each moment counts once: if several instructions compute, for the one that began first; for
+    a collective only if nothing computes.
+    """
+    of_collectives = {name for step in steps.values() for name in (step.first, step.last)}
+    computing = [x for x in events if x.name not in of_collectives and not x.beside]
+    reached = 0.0
+    for x in computing:
+        alone = max(0.0, x.end - max(reached, x.start))
+        yield _Share(x.name, device, device, _Time(computing=alone, runs=1))
+        reached = max(reached, x.end)
+    work, reached = Spans((x.start, x.end) for x in computing), 0.0
+    for x in sorted(flights, key=lambda x: x.start):
+        begin, arrived = max(reached, x.start), min(x.arrived, x.end)
+        exposed, waiting = work.outside(begin, x.end), work.outside(begin, arrived)
+        time = _Time(0.0, exposed, waiting, x.end - x.start, x.end - max(arrived, x.start), 1)
+        yield _Share(x.step, device, x.awaited, time)
+        reached = max(reached, x.end)
+
+
+def _summed(times: Iterable[tuple[K, _Time]], count: float) -> dict[K, _Time]:
+    """Sums by key, in seconds, divided by the number of calls."""
+    sums: dict[K, list[float]] = {}
+    for key, time in times:
+        of = sums.setdefault(key, [0.0] * len(_Time._fields))
+        for i, x in enumerate(time):
+            of[i] += x
+    return {
+        key: _Time(*(x / 1e9 / count for x in of[:-1]), of[-1] / count) for key, of in sums.items()
+    }
+
+
+def _parts(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[MeasuredPart]:
+    known = {name: origins[name] for name in by_name if name in origins}
+    by_place: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for name, x in known.items():
+        by_place[x.scope, x.phase, x.source].append(name)
+    for place, names in by_place.items():
+        times = [by_name[name] for name in names]
+        computing, exposed = sum(t.computing for t in times), sum(t.exposed for t in times)
+        each = [by_name[x].runs * s for x in names if (s := known[x].seconds) is not None]
+        yield MeasuredPart(*place, computing, exposed, sum(each) if each else None)
+
+
+def _collective(
+    one: Sent, by_name: Mapping[str, _Time], by_awaited: Mapping[tuple[str, int], _Time]
+) -> MeasuredCollective:
+    times = [(by_name.get(step.first, _Time()), step.wire_bytes) for step in one.steps]
+    exposed, waiting, flying, sending = (
+        one.share * sum(t[i] for t, _ in times) for i in (1, 2, 3, 4)
+    )
+    steps = {step.first for step in one.steps}
+    waits = [(t.waiting, device) for (name, device), t in by_awaited.items() if name in steps]
+    return MeasuredCollective(
+        one.kind, one.axes, one.source, one.what, sum(t.runs for t, _ in times), flying, exposed,
+        waiting, max(waits)[1] if waiting else None,
+        round(sum(t.runs * size for t, size in times)), sending, one.seconds,
+    )  # fmt: skip
+
+
+def _devices(
+    shares: Sequence[_Share], windows: Mapping[int, float], calls: float
+) -> Iterator[MeasuredDevice]:
+    sums = _summed(((x.device, x.time) for x in shares), calls)
+    waits = _summed((((x.device, x.awaited), x.time) for x in shares), calls)
+    for device, window in sorted(windows.items()):
+        t = sums[device]
+        waits_for = {y: w.waiting for (x, y), w in sorted(waits.items()) if x == device != y}
+        yield MeasuredDevice(device, window, t.computing, t.exposed, t.waiting, waits_for)
+
+
+def _costs(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[Cost]:
+    for name, time in by_name.items():
+        if name in origins and origins[name].work is not None:
+            yield Cost(origins[name].work, time.runs, time.computing)
