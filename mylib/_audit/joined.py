@@ -49,13 +49,21 @@ def _runs(computation: Computation) -> bool:
 
 
 def _origin(x: Instruction, speed: Speed | None) -> Origin:
+    place = _place(x)
     if x.row.free or x.waits or x.sends:
-        return Origin(*place_of(x))
+        return Origin(*place)
     if x.row.calls in ("run", "loop", "branch") and x.does != "fusion":
         inside = frozenset(y.name for called in x.calls for y in called.instructions)
-        return Origin(*place_of(x), inside)
+        return Origin(*place, inside)
     work, _ = operation_of(x)
-    return Origin(*place_of(x), work=work, seconds=speed and max(speed.seconds(work)))
+    return Origin(*place, work=work, seconds=speed and max(speed.seconds(work)))
+
+
+def _place(x: Instruction) -> tuple[str, str, str]:
+    """Of a loop's counter, which has no place, that of the loop."""
+    place = place_of(x)
+    callers = x.computation.callers
+    return place if place[2] or not callers else _place(callers[0])
 
 
 def _bounds(window: Window) -> tuple[Instruction, Instruction]:

@@ -57,6 +57,10 @@ class Estimate:
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
 def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
@@ -77,8 +81,8 @@ def estimate(
         slower = slower_links(measured, axes, machine)
         assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
-        f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
-        f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
+        f"matrix products reach {_percent(real.of_products)} of the data sheet's rate, kernels "
+        f"{_percent(real.of_kernels)}, memory {_percent(real.of_memory)}",
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]

@@ -364,16 +364,16 @@ PICKLED_NAMES = frozenset(
 
 # --- the profiler: planes, lines and statistics of `jax.profiler.ProfileData` ---------------------
 
-HOST_PLANE = "/host:CPU"
-DEVICE_PLANE = r"/device:(?P<kind>GPU|TPU):(?P<number>\d+)"
+PROFILE_HOST_PLANE = "/host:CPU"
+PROFILE_DEVICE_PLANE = r"/device:(?P<kind>GPU|TPU):(?P<number>\d+)"
 # The line with calls of Python.
-PYTHON_LINE = "python"
+PROFILE_PYTHON_LINE = "python"
 # The statistics of an operation.
-HLO_OP, HLO_MODULE, PROGRAM_ID = "hlo_op", "hlo_module", "program_id"
-RUN_ID, DEVICE_ORDINAL = "run_id", "device_ordinal"
+PROFILE_HLO_OP, PROFILE_HLO_MODULE, PROFILE_PROGRAM_ID = "hlo_op", "hlo_module", "program_id"
+PROFILE_RUN_ID, PROFILE_DEVICE_ORDINAL = "run_id", "device_ordinal"
 # An operation on a CPU ends in an event with this name, that has the operation's number.
-END_OF_EVENT, PRODUCER, CONSUMER = "end: ", "_p", "_c"
+PROFILE_END_OF_EVENT, PROFILE_PRODUCER, PROFILE_CONSUMER = "end: ", "_p", "_c"
 # Of GPUs and TPUs, by public descriptions: there are no programs for these here.
-MODULES_LINE, STREAM_LINE = "XLA Modules", "Stream"
-OPS_LINE, ASYNC_LINE = "XLA Ops", "Async XLA Ops"
-COMMAND_BUFFER = "command_buffer"
+PROFILE_MODULES_LINE, PROFILE_STREAM_LINE = "XLA Modules", "Stream"
+PROFILE_OPS_LINE, PROFILE_ASYNC_LINE = "XLA Ops", "Async XLA Ops"
+PROFILE_COMMAND_BUFFER = "command_buffer"

@@ -29,7 +29,7 @@ _ONE_BLOCK = (
     "what is inside of a CUDA command buffer is one block without lines: to see its instructions, "
     "set XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =), and trace again"
 )
-_TPU_LINES = jax_names.OPS_LINE, jax_names.ASYNC_LINE
+_TPU_LINES = jax_names.PROFILE_OPS_LINE, jax_names.PROFILE_ASYNC_LINE
 
 
 class Event(NamedTuple):
@@ -60,8 +60,8 @@ def events_of(
     if not of_name:
         found = some(sorted({name for name, _ in by_program})) or "no compiled program at all"
         raise AuditError(
-            f"the trace in {path} has no call of {program!r}, but {found}. Call the audited program "
-            "inside of jax.profiler.trace, and wait for its result there"
+            f"the trace in {path} has no call of {program!r}, but {found}. Call the audited "
+            "program inside of jax.profiler.trace, and wait for its result there"
         )
     faults = {key: _fault(by_program[key], known, certain if on_host else ()) for key in of_name}
     fitting = [key for key, fault in faults.items() if not fault]
@@ -106,9 +106,11 @@ def _read(file: Path) -> tuple[list[Event], bool]:
             planes = [*ProfileData.from_file(str(file)).planes]
         except RuntimeError as error:
             raise AuditError(f"{file} is not a whole trace: {error}") from error
-        numbered = [(re.fullmatch(jax_names.DEVICE_PLANE, plane.name), plane) for plane in planes]
+        numbered = [
+            (re.fullmatch(jax_names.PROFILE_DEVICE_PLANE, plane.name), plane) for plane in planes
+        ]
         devices = [x for match, plane in numbered if match for x in _of_device(match, plane)]
-        hosts = [plane for plane in planes if plane.name == jax_names.HOST_PLANE]
+        hosts = [plane for plane in planes if plane.name == jax_names.PROFILE_HOST_PLANE]
         return devices or [x for plane in hosts for x in _of_host(plane)], not devices
 
 
@@ -116,37 +118,44 @@ def _of_host(plane: Any) -> Iterator[Event]:
     starts: list[tuple[Any, dict[str, Any]]] = []
     ends: dict[int, float] = {}
     for line in plane.lines:
-        if line.name == jax_names.PYTHON_LINE:
+        if line.name == jax_names.PROFILE_PYTHON_LINE:
             continue
         for x in line.events:
             stats = dict(x.stats)
-            if jax_names.HLO_OP in stats:
+            if jax_names.PROFILE_HLO_OP in stats:
                 starts.append((x, stats))
-            elif x.name.startswith(jax_names.END_OF_EVENT) and jax_names.CONSUMER in stats:
-                ends[stats[jax_names.CONSUMER]] = x.start_ns
+            elif (
+                x.name.startswith(jax_names.PROFILE_END_OF_EVENT)
+                and jax_names.PROFILE_CONSUMER in stats
+            ):
+                ends[stats[jax_names.PROFILE_CONSUMER]] = x.start_ns
     for x, stats in starts:
-        program = stats[jax_names.HLO_MODULE], stats[jax_names.PROGRAM_ID]
+        program = stats[jax_names.PROFILE_HLO_MODULE], stats[jax_names.PROFILE_PROGRAM_ID]
         # An asynchronous operation ends in another thread, and an event may last longer than it.
-        end = ends.get(stats.get(jax_names.PRODUCER, 0), x.end_ns)
-        device, call = stats[jax_names.DEVICE_ORDINAL], stats[jax_names.RUN_ID]
-        yield Event(device, call, stats[jax_names.HLO_OP], x.start_ns, end, program)
+        end = ends.get(stats.get(jax_names.PROFILE_PRODUCER, 0), x.end_ns)
+        device, call = stats[jax_names.PROFILE_DEVICE_ORDINAL], stats[jax_names.PROFILE_RUN_ID]
+        yield Event(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
 
 
 def _of_device(match: re.Match[str], plane: Any) -> Iterator[Event]:
     lines = {line.name: [*line.events] for line in plane.lines}
-    calls = sorted((x.start_ns, x.end_ns, x.name) for x in lines.get(jax_names.MODULES_LINE, ()))
+    calls = sorted(
+        (x.start_ns, x.end_ns, x.name) for x in lines.get(jax_names.PROFILE_MODULES_LINE, ())
+    )
     for name, events in lines.items():
-        is_stream = match["kind"] == "GPU" and name.startswith(jax_names.STREAM_LINE)
+        is_stream = match["kind"] == "GPU" and name.startswith(jax_names.PROFILE_STREAM_LINE)
         if not is_stream and (match["kind"] == "GPU" or name not in _TPU_LINES):
             continue
         for x in events:
             stats = dict(x.stats)
-            op = stats.get(jax_names.HLO_OP, "" if is_stream else x.name.partition(" = ")[0])
+            op = stats.get(
+                jax_names.PROFILE_HLO_OP, "" if is_stream else x.name.partition(" = ")[0]
+            )
             i = bisect_right(calls, (x.start_ns, float("inf"), "")) - 1
             if op and i >= 0 and x.start_ns < calls[i][1]:
                 program, _, number = calls[i][2].rstrip(")").partition("(")
                 key = program, int(number or 0)
-                beside = name == jax_names.ASYNC_LINE
+                beside = name == jax_names.PROFILE_ASYNC_LINE
                 yield Event(
                     int(match["number"]), i, op.lstrip("%"), x.start_ns, x.end_ns, key, beside
                 )
@@ -158,7 +167,7 @@ def _fault(events: Iterable[Event], known: Collection[str], certain: Collection[
     for x in events:
         seconds[x.name] = seconds.get(x.name, 0.0) + x.end - x.start
     foreign = sorted(x for x in seconds if x not in known and not is_command_buffer(x))
-    if foreign and sum(map(seconds.get, foreign)) > _UNKNOWN * sum(seconds.values()):
+    if foreign and sum(seconds[x] for x in foreign) > _UNKNOWN * sum(seconds.values()):
         return f"it runs {some(foreign)}, which the audited program doesn't have"
     missing = sorted(x for x in certain if x not in seconds)
     return f"it doesn't run {some(missing)} of the audited program" if missing else ""
@@ -166,7 +175,7 @@ def _fault(events: Iterable[Event], known: Collection[str], certain: Collection[
 
 def is_command_buffer(name: str) -> bool:
     """Whether it is a CUDA graph: one block of several instructions."""
-    return name.startswith(jax_names.COMMAND_BUFFER)
+    return name.startswith(jax_names.PROFILE_COMMAND_BUFFER)
 
 
 def _whole(events: Sequence[Event], certain: Collection[str]) -> list[Event]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from .events import Event, events_of
 from .flights import Flight, Step, flights_of
 from .measured import Cost, Measured, MeasuredCollective, MeasuredDevice, MeasuredPart
-from .spans import Spans
+from .spans import Span, Spans
 
 K = TypeVar("K")
 
@@ -90,15 +90,15 @@ def measured_of(
     devices = sorted({device for device, _ in calls})
     by_name = _summed(((x.name, x.time) for x in shares), count)
     by_awaited = _summed((((x.name, x.awaited), x.time) for x in shares), count)
-    windows: dict[int, float] = defaultdict(float)
+    windows: dict[int, list[Span]] = defaultdict(list)
     for (device, _), of in calls.items():
-        windows[device] += (max(x.end for x in of) - of[0].start) / 1e9 / count * len(devices)
+        windows[device].append((of[0].start, max(x.end for x in of)))
     return Measured(
         name=program.name,
         calls=count // len(devices),
         parts=tuple(_parts(by_name, program.origins)),
         collectives=tuple(_collective(one, by_name, by_awaited) for one in program.sent),
-        devices=tuple(_devices(shares, windows, count / len(devices))),
+        devices=tuple(_devices(shares, windows)),
         unknown={x: t.computing for x, t in by_name.items() if x not in program.origins},
         machine=machine,
         estimated=estimated,
@@ -152,9 +152,8 @@ def _summed(times: Iterable[tuple[K, _Time]], count: float) -> dict[K, _Time]:
         of = sums.setdefault(key, [0.0] * len(_Time._fields))
         for i, x in enumerate(time):
             of[i] += x
-    return {
-        key: _Time(*(x / 1e9 / count for x in of[:-1]), of[-1] / count) for key, of in sums.items()
-    }
+    times = {key: _Time(*(x / 1e9 / count for x in of)) for key, of in sums.items()}
+    return {key: time._replace(runs=time.runs * 1e9) for key, time in times.items()}
 
 
 def _parts(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[MeasuredPart]:
@@ -186,14 +185,19 @@ def _collective(
 
 
 def _devices(
-    shares: Sequence[_Share], windows: Mapping[int, float], calls: float
+    shares: Sequence[_Share], windows: Mapping[int, Sequence[Span]]
 ) -> Iterator[MeasuredDevice]:
+    calls = len(next(iter(windows.values())))
     sums = _summed(((x.device, x.time) for x in shares), calls)
     waits = _summed((((x.device, x.awaited), x.time) for x in shares), calls)
-    for device, window in sorted(windows.items()):
-        t = sums[device]
+    for device, spans in sorted(windows.items()):
+        t, length = sums[device], sum(end - start for start, end in spans)
+        between = max(end for _, end in spans) - min(start for start, _ in spans) - length
         waits_for = {y: w.waiting for (x, y), w in sorted(waits.items()) if x == device != y}
-        yield MeasuredDevice(device, window, t.computing, t.exposed, t.waiting, waits_for)
+        yield MeasuredDevice(
+            device, length / 1e9 / calls, t.computing, t.exposed, t.waiting, waits_for,
+            max(0.0, between) / 1e9 / max(1, calls - 1),
+        )  # fmt: skip
 
 
 def _costs(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[Cost]:

@@ -84,6 +84,7 @@ class MeasuredDevice:
     - `exposed`: while it only communicates.
     - `waiting`: how much of that it waits for other devices.
     - `waits_for`: the waiting, by the number of the device that comes last.
+    - `between`: from the end of a call to the start of the next one, which is not in `seconds`.
     """
 
     device: int
@@ -92,6 +93,7 @@ class MeasuredDevice:
     exposed: float
     waiting: float
     waits_for: Mapping[int, float]
+    between: float
 
     @property
     def busy(self) -> float:
@@ -209,8 +211,7 @@ class Measured:
         lines = [
             f"{self.name}, measured: {size}, {_ms(self.seconds)} a call",
             f"  computing {_ms(self._mean(lambda x: x.computing))}, exposed communication "
-            f"{_ms(exposed)} ({_ms(waiting)} of it waiting for other devices), idle "
-            f"{_ms(self._mean(lambda x: x.idle))}",
+            f"{_ms(exposed)} (waiting {_ms(waiting)}), idle {_ms(self._mean(lambda x: x.idle))}",
         ]
         if self.estimated is not None:
             seconds, hidden = map(_ms, self.estimated)
@@ -237,12 +238,12 @@ class Measured:
     def _of_devices(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
         for x in sorted(self.devices, key=lambda x: x.device):
-            times = x.seconds, x.computing, x.exposed, x.waiting, x.idle, self.awaited(x.device)
-            rows.append((f"device {x.device}", *map(_ms, times)))
+            times = x.seconds, x.computing, x.exposed, x.waiting, x.idle, x.between
+            rows.append((f"device {x.device}", *map(_ms, (*times, self.awaited(x.device)))))
         if self.estimated is not None:
             seconds, exposed = self.estimated
             times = seconds, seconds - exposed, exposed
-            rows.append(("estimated", *map(_ms, times), "", "", ""))
+            rows.append(("estimated", *map(_ms, times), *[""] * 4))
         return rows
 
 
@@ -252,7 +253,9 @@ _OF_COLLECTIVE = (
     "collective", "over", "times", "in flight", "exposed", "waiting", "for device", "sent", "rate",
 )  # fmt: skip
 _LINK = "estimated", "link"
-_OF_DEVICE = "device", "a call", "computing", "exposed", "waiting", "idle", "awaited"
+_OF_DEVICE = (
+    "device", "a call", "computing", "exposed", "waiting", "idle", "between calls", "awaited",
+)  # fmt: skip
 _NUMBERS = {*_OF_COLLECTIVE[2:], *_LINK, *_OF_DEVICE[1:]}
 T = TypeVar("T")
 

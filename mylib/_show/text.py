@@ -132,7 +132,7 @@ def columns(
 _NAMED = (
     "bytes", "per device", "before", "after", "received", "computing", "exposed", "estimated",
     "times", "in flight", "waiting", "for device", "sent", "rate", "link", "a call", "idle",
-    "awaited",
+    "between calls", "awaited",
 )  # fmt: skip
 
 
