@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from .._measured import Origin, Program, Sent, Step
+from .._measured import InstructionOrigin, JoinedProgram, Sent, SentStep
 from .attribution import place_of
 from .flow import Flow
 from .hlo import Computation, Instruction
@@ -17,7 +17,7 @@ def instructions_of(windows: Sequence[Window]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(x.name for window in windows for x in _bounds(window)))
 
 
-def program_of(flow: Flow, sent: Sequence[Sent], speed: Speed | None) -> Program:
+def program_of(flow: Flow, sent: Sequence[Sent], speed: Speed | None) -> JoinedProgram:
     """A program for a profile to be joined with. `sent` say of each collective where it is from;
     `speed` is that of a machine that times are estimated for.
     """
@@ -39,7 +39,7 @@ def program_of(flow: Flow, sent: Sequence[Sent], speed: Speed | None) -> Program
         for x in computation.instructions
     }
     certain = frozenset(x.name for x in module.entry.instructions if not x.row.free)
-    return Program(module.name, origins, collectives, certain, flow.numbers)
+    return JoinedProgram(module.name, origins, collectives, certain, flow.numbers)
 
 
 def _runs(computation: Computation) -> bool:
@@ -48,15 +48,15 @@ def _runs(computation: Computation) -> bool:
     return any(calls) or computation is computation.module.entry
 
 
-def _origin(x: Instruction, speed: Speed | None) -> Origin:
+def _origin(x: Instruction, speed: Speed | None) -> InstructionOrigin:
     place = _place(x)
     if x.row.free or x.waits or x.sends:
-        return Origin(*place)
+        return InstructionOrigin(*place)
     if x.row.calls in ("run", "loop", "branch") and x.does != "fusion":
         inside = frozenset(y.name for called in x.calls for y in called.instructions)
-        return Origin(*place, inside)
+        return InstructionOrigin(*place, inside)
     work, _ = operation_of(x)
-    return Origin(*place, work=work, seconds=speed and max(speed.seconds(work)))
+    return InstructionOrigin(*place, work=work, seconds=max(speed.seconds(work)) if speed else 0.0)
 
 
 def _place(x: Instruction) -> tuple[str, str, str]:
@@ -74,15 +74,15 @@ def _bounds(window: Window) -> tuple[Instruction, Instruction]:
     return window.begin, window.end
 
 
-def _step(window: Window) -> Step:
+def _step(window: Window) -> SentStep:
     first, last = _bounds(window)
     member = window.member
     groups = tuple(map(tuple, member.groups.tolist()))
     in_pairs = member.kind == "collective-permute"
-    return Step(first.name, last.name, groups, in_pairs, member.wire_bytes)
+    return SentStep(first.name, last.name, groups, in_pairs, member.wire_bytes)
 
 
-def _share(steps: Sequence[Step], bytes_of: dict[str, int]) -> float:
+def _share(steps: Sequence[SentStep], bytes_of: dict[str, int]) -> float:
     """The part of its instructions' time that is a collective's own, by bytes."""
     total = sum(bytes_of[step.first] for step in steps)
     return sum(step.wire_bytes for step in steps) / total if total else 1.0

@@ -1,9 +1,9 @@
 """What a profile measured, joined with a program by the names of its instructions."""
 
-from .flights import Step as Step
+from .flights import SentStep as SentStep
 from .joined import (
-    Origin as Origin,
-    Program as Program,
+    InstructionOrigin as InstructionOrigin,
+    JoinedProgram as JoinedProgram,
     Sent as Sent,
     measured_of as measured_of,
 )

@@ -32,7 +32,7 @@ _ONE_BLOCK = (
 _TPU_LINES = jax_names.PROFILE_OPS_LINE, jax_names.PROFILE_ASYNC_LINE
 
 
-class Event(NamedTuple):
+class ProfiledEvent(NamedTuple):
     """One execution of an instruction, in nanoseconds. `beside` others: of an asynchronous one,
     the time between its start and its end.
     """
@@ -48,12 +48,12 @@ class Event(NamedTuple):
 
 def events_of(
     path: str | Path, program: str, known: Collection[str], certain: Collection[str]
-) -> tuple[list[Event], list[str]]:
+) -> tuple[list[ProfiledEvent], list[str]]:
     """The events of all whole calls of a program, and notes about them. Its instructions are
     `known`; on CPUs those that are `certain` run in each call.
     """
     events, on_host = _read(_file_in(Path(path)))
-    by_program: dict[tuple[str, int], list[Event]] = {}
+    by_program: dict[tuple[str, int], list[ProfiledEvent]] = {}
     for event in events:
         by_program.setdefault(event.program, []).append(event)
     of_name = [key for key in by_program if key[0].removeprefix("jit_") == program]
@@ -97,7 +97,7 @@ def _file_in(path: Path) -> Path:
     return files[0]
 
 
-def _read(file: Path) -> tuple[list[Event], bool]:
+def _read(file: Path) -> tuple[list[ProfiledEvent], bool]:
     """All events, and whether they are those of CPUs."""
     with warnings.catch_warnings():
         # On Python 3.13, of the extension module's own type.
@@ -114,7 +114,7 @@ def _read(file: Path) -> tuple[list[Event], bool]:
         return devices or [x for plane in hosts for x in _of_host(plane)], not devices
 
 
-def _of_host(plane: Any) -> Iterator[Event]:
+def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
     starts: list[tuple[Any, dict[str, Any]]] = []
     ends: dict[int, float] = {}
     for line in plane.lines:
@@ -134,10 +134,10 @@ def _of_host(plane: Any) -> Iterator[Event]:
         # An asynchronous operation ends in another thread, and an event may last longer than it.
         end = ends.get(stats.get(jax_names.PROFILE_PRODUCER, 0), x.end_ns)
         device, call = stats[jax_names.PROFILE_DEVICE_ORDINAL], stats[jax_names.PROFILE_RUN_ID]
-        yield Event(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
+        yield ProfiledEvent(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
 
 
-def _of_device(match: re.Match[str], plane: Any) -> Iterator[Event]:
+def _of_device(match: re.Match[str], plane: Any) -> Iterator[ProfiledEvent]:
     lines = {line.name: [*line.events] for line in plane.lines}
     calls = sorted(
         (x.start_ns, x.end_ns, x.name) for x in lines.get(jax_names.PROFILE_MODULES_LINE, ())
@@ -156,12 +156,14 @@ def _of_device(match: re.Match[str], plane: Any) -> Iterator[Event]:
                 program, _, number = calls[i][2].rstrip(")").partition("(")
                 key = program, int(number or 0)
                 beside = name == jax_names.PROFILE_ASYNC_LINE
-                yield Event(
+                yield ProfiledEvent(
                     int(match["number"]), i, op.lstrip("%"), x.start_ns, x.end_ns, key, beside
                 )
 
 
-def _fault(events: Iterable[Event], known: Collection[str], certain: Collection[str]) -> str:
+def _fault(
+    events: Iterable[ProfiledEvent], known: Collection[str], certain: Collection[str]
+) -> str:
     """Why the events aren't those of a program; empty if they are."""
     seconds: dict[str, float] = {}
     for x in events:
@@ -178,7 +180,7 @@ def is_command_buffer(name: str) -> bool:
     return name.startswith(jax_names.PROFILE_COMMAND_BUFFER)
 
 
-def _whole(events: Sequence[Event], certain: Collection[str]) -> list[Event]:
+def _whole(events: Sequence[ProfiledEvent], certain: Collection[str]) -> list[ProfiledEvent]:
     """The events of calls in which each device runs all that any call is certain to run."""
     seen: dict[tuple[int, int], set[str]] = {}
     for x in events:

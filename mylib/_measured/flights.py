@@ -4,10 +4,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .events import Event
+from .events import ProfiledEvent
 
 
-class Step(NamedTuple):
+class SentStep(NamedTuple):
     """An instruction that starts a collective, the one that ends it, the groups of its devices in
     the program's order, and the bytes that a device sends. In pairs, only the second device waits.
     """
@@ -36,13 +36,15 @@ Call = tuple[int, int]
 
 
 def flights_of(
-    calls: Mapping[Call, Sequence[Event]], steps: Mapping[str, Step], devices: Sequence[int]
+    calls: Mapping[Call, Sequence[ProfiledEvent]],
+    steps: Mapping[str, SentStep],
+    devices: Sequence[int],
 ) -> dict[Call, list[Flight]]:
     """The executions of collectives in each call. `devices` are the numbers of the devices, in the
     program's order; nothing is known of waiting if the trace has others, or only some of them.
     """
     is_whole = sorted(devices) == sorted({device for device, _ in calls})
-    spans: dict[tuple[int, str, int], dict[int, Event]] = defaultdict(dict)
+    spans: dict[tuple[int, str, int], dict[int, ProfiledEvent]] = defaultdict(dict)
     for (device, call), events in calls.items():
         for name, turn, span in _spans(events, steps):
             spans[call, name, turn][device] = span
@@ -56,12 +58,14 @@ def flights_of(
     return flights
 
 
-def _spans(events: Sequence[Event], steps: Mapping[str, Step]) -> Iterator[tuple[str, int, Event]]:
+def _spans(
+    events: Sequence[ProfiledEvent], steps: Mapping[str, SentStep]
+) -> Iterator[tuple[str, int, ProfiledEvent]]:
     """The executions on one device, numbered. An asynchronous one lasts until the end of the
     instruction that waits for it, or as long as the trace has an event beside others for it.
     """
     starts = {name: step.first for step in steps.values() for name in (step.first, step.last)}
-    by_step: dict[str, list[Event]] = defaultdict(list)
+    by_step: dict[str, list[ProfiledEvent]] = defaultdict(list)
     for x in events:
         if x.name in starts:
             by_step[starts[x.name]].append(x)
@@ -73,7 +77,9 @@ def _spans(events: Sequence[Event], steps: Mapping[str, Step]) -> Iterator[tuple
             yield name, turn, x._replace(end=y.end)
 
 
-def _awaited(step: Step, by_device: Mapping[int, Event], devices: Sequence[int]) -> dict[int, int]:
+def _awaited(
+    step: SentStep, by_device: Mapping[int, ProfiledEvent], devices: Sequence[int]
+) -> dict[int, int]:
     """The device that each one waits for, if another one is the last of its group."""
     awaited: dict[int, int] = {}
     for group in step.groups:

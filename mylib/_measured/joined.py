@@ -5,15 +5,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from .events import Event, events_of
-from .flights import Flight, Step, flights_of
+from .events import ProfiledEvent, events_of
+from .flights import Flight, SentStep, flights_of
 from .measured import Cost, Measured, MeasuredCollective, MeasuredDevice, MeasuredPart
 from .spans import Span, Spans
 
 K = TypeVar("K")
 
 
-class Origin(NamedTuple):
+class InstructionOrigin(NamedTuple):
     """An instruction: where it is from, the instructions in the computations that it calls, what
     it does, and how long that is estimated to take.
     """
@@ -23,7 +23,7 @@ class Origin(NamedTuple):
     source: str
     inside: frozenset[str] = frozenset()
     work: Any = None
-    seconds: float | None = None
+    seconds: float = 0.0
 
 
 class Sent(NamedTuple):
@@ -37,16 +37,16 @@ class Sent(NamedTuple):
     what: str
     seconds: float | None
     share: float = 1.0
-    steps: tuple[Step, ...] = ()
+    steps: tuple[SentStep, ...] = ()
 
 
-class Program(NamedTuple):
+class JoinedProgram(NamedTuple):
     """What is known of a program: its instructions and collectives, the instructions that run in
     each call, and its devices in order.
     """
 
     name: str
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, InstructionOrigin]
     sent: Sequence[Sent]
     certain: frozenset[str]
     devices: Sequence[int]
@@ -66,7 +66,7 @@ class _Time(NamedTuple):
     runs: float = 0.0
 
 
-class _Share(NamedTuple):
+class _Spent(NamedTuple):
     """The time of one execution."""
 
     name: str
@@ -76,7 +76,7 @@ class _Share(NamedTuple):
 
 
 def measured_of(
-    path: str | Path, program: Program, machine: str, estimated: tuple[float, float] | None
+    path: str | Path, program: JoinedProgram, machine: str, estimated: tuple[float, float] | None
 ) -> Measured:
     """What a trace says of a program. `estimated` are the seconds of a call on the `machine`, and
     those of exposed communication.
@@ -96,7 +96,7 @@ def measured_of(
     return Measured(
         name=program.name,
         calls=count // len(devices),
-        parts=tuple(_parts(by_name, program.origins)),
+        parts=tuple(_parts(by_name, program.origins, estimated is not None)),
         collectives=tuple(_collective(one, by_name, by_awaited) for one in program.sent),
         devices=tuple(_devices(shares, windows)),
         unknown={x: t.computing for x, t in by_name.items() if x not in program.origins},
@@ -108,15 +108,15 @@ def measured_of(
 
 
 def _calls(
-    events: Iterable[Event], origins: Mapping[str, Origin]
-) -> dict[tuple[int, int], list[Event]]:
+    events: Iterable[ProfiledEvent], origins: Mapping[str, InstructionOrigin]
+) -> dict[tuple[int, int], list[ProfiledEvent]]:
     """The events of each call on each device, in their order. An instruction whose parts have
     events of their own, such as a loop, is no work itself.
     """
     events = sorted(events, key=lambda x: x.start)
     names = {x.name for x in events}
     containers = {x for x in names & origins.keys() if origins[x].inside & names}
-    calls: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    calls: dict[tuple[int, int], list[ProfiledEvent]] = defaultdict(list)
     for x in events:
         if x.name not in containers:
             calls[x.device, x.call].append(x)
@@ -124,8 +124,11 @@ def _calls(
 
 
 def _shares(
-    device: int, events: Sequence[Event], flights: Sequence[Flight], steps: Mapping[str, Step]
-) -> Iterator[_Share]:
+    device: int,
+    events: Sequence[ProfiledEvent],
+    flights: Sequence[Flight],
+    steps: Mapping[str, SentStep],
+) -> Iterator[_Spent]:
     """Each moment counts once: if several instructions compute, for the one that began first; for
     a collective only if nothing computes.
     """
@@ -134,14 +137,14 @@ def _shares(
     reached = 0.0
     for x in computing:
         alone = max(0.0, x.end - max(reached, x.start))
-        yield _Share(x.name, device, device, _Time(computing=alone, runs=1))
+        yield _Spent(x.name, device, device, _Time(computing=alone, runs=1))
         reached = max(reached, x.end)
     work, reached = Spans((x.start, x.end) for x in computing), 0.0
     for x in sorted(flights, key=lambda x: x.start):
         begin, arrived = max(reached, x.start), min(x.arrived, x.end)
         exposed, waiting = work.outside(begin, x.end), work.outside(begin, arrived)
         time = _Time(0.0, exposed, waiting, x.end - x.start, x.end - max(arrived, x.start), 1)
-        yield _Share(x.step, device, x.awaited, time)
+        yield _Spent(x.step, device, x.awaited, time)
         reached = max(reached, x.end)
 
 
@@ -156,7 +159,9 @@ def _summed(times: Iterable[tuple[K, _Time]], count: float) -> dict[K, _Time]:
     return {key: time._replace(runs=time.runs * 1e9) for key, time in times.items()}
 
 
-def _parts(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[MeasuredPart]:
+def _parts(
+    by_name: Mapping[str, _Time], origins: Mapping[str, InstructionOrigin], is_estimated: bool
+) -> Iterator[MeasuredPart]:
     known = {name: origins[name] for name in by_name if name in origins}
     by_place: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name, x in known.items():
@@ -164,8 +169,8 @@ def _parts(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Itera
     for place, names in by_place.items():
         times = [by_name[name] for name in names]
         computing, exposed = sum(t.computing for t in times), sum(t.exposed for t in times)
-        each = [by_name[x].runs * s for x in names if (s := known[x].seconds) is not None]
-        yield MeasuredPart(*place, computing, exposed, sum(each) if each else None)
+        estimated = sum(by_name[x].runs * known[x].seconds for x in names)
+        yield MeasuredPart(*place, computing, exposed, estimated if is_estimated else None)
 
 
 def _collective(
@@ -180,12 +185,12 @@ def _collective(
     return MeasuredCollective(
         one.kind, one.axes, one.source, one.what, sum(t.runs for t, _ in times), flying, exposed,
         waiting, max(waits)[1] if waiting else None,
-        round(sum(t.runs * size for t, size in times)), sending, one.seconds,
+        sum(t.runs * size for t, size in times), sending, one.seconds,
     )  # fmt: skip
 
 
 def _devices(
-    shares: Sequence[_Share], windows: Mapping[int, Sequence[Span]]
+    shares: Sequence[_Spent], windows: Mapping[int, Sequence[Span]]
 ) -> Iterator[MeasuredDevice]:
     calls = len(next(iter(windows.values())))
     sums = _summed(((x.device, x.time) for x in shares), calls)
@@ -200,7 +205,9 @@ def _devices(
         )  # fmt: skip
 
 
-def _costs(by_name: Mapping[str, _Time], origins: Mapping[str, Origin]) -> Iterator[Cost]:
+def _costs(
+    by_name: Mapping[str, _Time], origins: Mapping[str, InstructionOrigin]
+) -> Iterator[Cost]:
     for name, time in by_name.items():
         if name in origins and origins[name].work is not None:
             yield Cost(origins[name].work, time.runs, time.computing)

@@ -1,6 +1,6 @@
 """What was measured, as data, as text, and as a page for notebooks."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,7 +62,7 @@ class MeasuredCollective:
     exposed: float
     waiting: float
     awaited: int | None
-    wire_bytes: int
+    wire_bytes: float
     sending: float
     estimated: float | None
 
@@ -148,7 +148,7 @@ class Measured:
     @property
     def seconds(self) -> float:
         """The seconds of a call, as a mean of the devices."""
-        return self._mean(lambda x: x.seconds)
+        return sum(x.seconds for x in self.devices) / len(self.devices)
 
     @property
     def attributed(self) -> float:
@@ -159,12 +159,14 @@ class Measured:
     @property
     def layers(self) -> tuple[MeasuredPart, ...]:
         """The time by scope and pass, the longest first."""
-        return _merged(self.parts, lambda x: (x.scope, x.phase), source="")
+        merged = _merged(self.parts, lambda x: (x.scope, x.phase), source="")
+        return tuple(sorted(merged, key=lambda x: -x.seconds))
 
     @property
     def lines(self) -> tuple[MeasuredPart, ...]:
         """The time by line of Python, the longest first."""
-        return _merged(self.parts, lambda x: x.source, scope="", phase="")
+        merged = _merged(self.parts, lambda x: x.source, scope="", phase="")
+        return tuple(sorted(merged, key=lambda x: -x.seconds))
 
     def awaited(self, device: int) -> float:
         """How long the other devices wait for one in a call, on average.
@@ -180,161 +182,125 @@ class Measured:
         others = [x.waits_for.get(device, 0.0) for x in self.devices if x.device != device]
         return sum(others) / len(others) if others else 0.0
 
-    def _mean(self, of: Callable[[MeasuredDevice], float]) -> float:
-        return sum(map(of, self.devices)) / len(self.devices)
-
     def __repr__(self) -> str:
-        paint = paint_for_stdout()
-        lines = [*self._title()]
-        for table, left in self._tables():
-            lines += ["", *columns(table, paint, lambda i, _: "" if i else BOLD), *left]
+        paint, lines = paint_for_stdout(), self._title()
+        for rows, left, _ in self._tables():
+            lines += ["", *columns(rows, paint, lambda i, _: "" if i else BOLD), *left]
         return for_stdout(lines)
 
     def _repr_html_(self) -> str:
         title, *notes = self._title()
-        longest = max(x.seconds for x in self.devices)
         parts = [html.tag("p", title, class_="strong")]
         parts += [html.tag("p", note.strip(), class_="faint") for note in notes]
-        for (header, *body), left in self._tables():
+        for (header, *body), left, pictures in self._tables():
             numbers = [i for i, name in enumerate(header) if name in _NUMBERS]
-            if header[0] == "device":
+            if pictures:
                 header = (*header, "computing, exposed")
-                pictures = [_picture(x, longest) for x in self.devices]
-                pictures += [""] * (len(body) - len(pictures))
-                body = [(*row, x) for row, x in zip(body, pictures, strict=True)]
-            parts += [html.table(header, body, numbers=numbers), *map(_paragraph, left)]
+                body = [(*row, x) for row, x in zip(body, pictures, strict=False)]
+            parts += [html.table(header, body, numbers=numbers)]
+            parts += [html.tag("p", text) for text in left]
         return str(html.page(*parts))
 
     def _title(self) -> list[str]:
         size = f"{counted(self.calls, 'call')} on {counted(len(self.devices), 'device')}"
-        exposed, waiting = self._mean(lambda x: x.exposed), self._mean(lambda x: x.waiting)
+        computing, exposed, waiting, idle = (
+            _ms(sum(getattr(x, name) for x in self.devices) / len(self.devices))
+            for name in ("computing", "exposed", "waiting", "idle")
+        )
         lines = [
             f"{self.name}, measured: {size}, {_ms(self.seconds)} a call",
-            f"  computing {_ms(self._mean(lambda x: x.computing))}, exposed communication "
-            f"{_ms(exposed)} (waiting {_ms(waiting)}), idle {_ms(self._mean(lambda x: x.idle))}",
+            f"  computing {computing}, exposed communication {exposed} (waiting {waiting}), "
+            f"idle {idle}",
         ]
         if self.estimated is not None:
-            seconds, hidden = map(_ms, self.estimated)
-            lines.append(f"  estimated for {self.machine}: {seconds} a call, exposed {hidden}")
+            seconds, shown = map(_ms, self.estimated)
+            lines.append(f"  estimated for {self.machine}: {seconds} a call, exposed {shown}")
         late = max(self.devices, key=lambda x: self.awaited(x.device)).device
         if self.awaited(late) > _LATE * self.seconds:
             lines.append(f"  device {late} is late: others wait {_ms(self.awaited(late))} for it")
         lines.append(f"  {self.attributed:.1%} of the busy time has a line of Python")
         return lines + [f"  {note}" for note in self.notes]
 
-    def _tables(self) -> list[tuple[list[tuple[str, ...]], list[str]]]:
-        estimated = ("estimated",) * (self.estimated is not None)
-        first = ("computing", "exposed", *estimated)
-        rows = [(x.scope or "(none)", x.phase, *_times(x, estimated)) for x in self.layers]
-        tables = [_table(("layer", "pass", *first), rows, "layer")]
-        rows = [(x.source or "(unknown)", *_times(x, estimated)) for x in self.lines]
-        tables.append(_table(("line", *first), rows, "line"))
-        if self.collectives:
-            alike = _alike(self.collectives)
-            rows = [_of_collective(x, estimated) for x in alike]
-            tables.append(_table((*_OF_COLLECTIVE, *_LINK[: 2 * len(estimated)], "what"), rows, ""))
-        return [*tables, _table(_OF_DEVICE, self._of_devices(), "device")]
-
-    def _of_devices(self) -> list[tuple[str, ...]]:
+    def _tables(self) -> Iterator[tuple[list[Sequence[str]], list[str], list[html.Html]]]:
+        """Tables with a header, the lines below each, and a picture for each row."""
+        rows = [(x.scope or "(none)", x.phase, *_of_part(x)) for x in self.layers]
+        yield *_table(("layer", "pass", *_OF_PART), rows), []
+        rows = [(x.source or "(unknown)", *_of_part(x)) for x in self.lines]
+        yield *_table(("line", *_OF_PART), rows), []
+        alike = _merged(self.collectives, lambda x: (x.kind, x.axes, x.source, x.what))
+        rows = [_of_collective(x) for x in sorted(alike, key=lambda x: -x.exposed)]
+        if rows:
+            yield *_table(_OF_COLLECTIVE, rows), []
+        devices = sorted(self.devices, key=lambda x: -self.awaited(x.device))
         rows: list[tuple[str, ...]] = []
-        for x in sorted(self.devices, key=lambda x: x.device):
+        for x in devices:
             times = x.seconds, x.computing, x.exposed, x.waiting, x.idle, x.between
             rows.append((f"device {x.device}", *map(_ms, (*times, self.awaited(x.device)))))
-        if self.estimated is not None:
-            seconds, exposed = self.estimated
-            times = seconds, seconds - exposed, exposed
-            rows.append(("estimated", *map(_ms, times), *[""] * 4))
-        return rows
+        longest = max(x.seconds for x in devices)
+        pictures = [
+            stacked(
+                [x.computing / longest, x.exposed / longest],
+                f"computing {_ms(x.computing)}, exposed {_ms(x.exposed)}, idle {_ms(x.idle)}",
+            )
+            for x in devices
+        ]
+        yield *_table(_OF_DEVICE, rows), pictures
 
 
 _LATE = 0.1  # of the time of a call
 _SHOWN = 12
+_OF_PART = "computing", "exposed", "estimated"
 _OF_COLLECTIVE = (
     "collective", "over", "times", "in flight", "exposed", "waiting", "for device", "sent", "rate",
+    "estimated", "link", "what",
 )  # fmt: skip
-_LINK = "estimated", "link"
 _OF_DEVICE = (
     "device", "a call", "computing", "exposed", "waiting", "idle", "between calls", "awaited",
 )  # fmt: skip
-_NUMBERS = {*_OF_COLLECTIVE[2:], *_LINK, *_OF_DEVICE[1:]}
-T = TypeVar("T")
+_NUMBERS = {*_OF_PART, *_OF_COLLECTIVE[2:-1], *_OF_DEVICE[1:]}
+T = TypeVar("T", MeasuredPart, MeasuredCollective)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
-def _rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+def _rate(size: float, seconds: float | None) -> str:
+    return f"{size / seconds / 1e9:.3g} GB/s" if seconds else ""
 
 
-def _paragraph(text: str) -> html.Html:
-    return html.tag("p", text)
+def _of_part(x: MeasuredPart) -> tuple[str, ...]:
+    return _ms(x.computing), _ms(x.exposed), _ms(x.estimated)
 
 
-def _times(x: MeasuredPart, estimated: Sequence[str]) -> tuple[str, ...]:
-    last = ["" if x.estimated is None else _ms(x.estimated)] * len(estimated)
-    return (_ms(x.computing), _ms(x.exposed), *last)
-
-
-def _of_collective(x: MeasuredCollective, estimated: Sequence[str]) -> tuple[str, ...]:
-    over = "?" if x.axes is None else ", ".join(x.axes)
-    link = ["", ""] if not x.estimated else [_ms(x.estimated), _rate(x.wire_bytes / x.estimated)]
+def _of_collective(x: MeasuredCollective) -> tuple[str, ...]:
     return (
-        x.kind, over, f"{x.times:.4g}", _ms(x.in_flight), _ms(x.exposed), _ms(x.waiting),
-        "" if x.awaited is None else str(x.awaited), show_bytes(x.wire_bytes), _rate(x.rate),
-        *link[: 2 * len(estimated)], f"{x.what} at {x.source}" if x.source else x.what,
+        x.kind, "?" if x.axes is None else ", ".join(x.axes), f"{x.times:.4g}", _ms(x.in_flight),
+        _ms(x.exposed), _ms(x.waiting), "" if x.awaited is None else str(x.awaited),
+        show_bytes(x.wire_bytes), _rate(x.wire_bytes, x.sending), _ms(x.estimated),
+        _rate(x.wire_bytes, x.estimated), f"{x.what} at {x.source}" if x.source else x.what,
     )  # fmt: skip
 
 
 def _table(
-    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], what: str
-) -> tuple[list[tuple[str, ...]], list[str]]:
-    left = more(len(rows) - _SHOWN, what or "collective") if what != "device" else []
-    return [header, *(rows[:_SHOWN] if left else rows)], left
+    header: Sequence[str], rows: Sequence[Sequence[str]]
+) -> tuple[list[Sequence[str]], list[str]]:
+    """The first rows, without empty columns, and how many are left out."""
+    full = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
+    left = more(len(rows) - _SHOWN, header[0])
+    return [[row[i] for i in full] for row in (header, *rows[:_SHOWN])], left
 
 
-def _groups(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+def _merged(items: Iterable[T], key: Callable[[T], Hashable], **same: str) -> list[T]:
+    """Those of one key as one, with the sums of their times."""
     groups: dict[Hashable, list[T]] = {}
     for x in items:
         groups.setdefault(key(x), []).append(x)
-    return [*groups.values()]
-
-
-def _added(values: Iterable[float | None]) -> float | None:
-    known = [x for x in values if x is not None]
-    return sum(known) if known else None
-
-
-def _merged(
-    parts: Sequence[MeasuredPart], key: Callable[[MeasuredPart], Hashable], **without: str
-) -> tuple[MeasuredPart, ...]:
-    merged = (
-        replace(
-            of[0],
-            computing=sum(x.computing for x in of),
-            exposed=sum(x.exposed for x in of),
-            estimated=_added(x.estimated for x in of),
-            **without,
-        )
-        for of in _groups(parts, key)
-    )
-    return tuple(sorted(merged, key=lambda x: -x.seconds))
-
-
-def _alike(all_: Sequence[MeasuredCollective]) -> list[MeasuredCollective]:
-    """Those that differ only in their layer as one, the most exposed first."""
-    merged: list[MeasuredCollective] = []
-    names = "times", "in_flight", "exposed", "waiting", "wire_bytes", "sending"
-    for of in _groups(all_, lambda x: (x.kind, x.axes, x.source, x.what)):
-        sums: dict[str, Any] = {name: sum(getattr(x, name) for x in of) for name in names}
-        sums["estimated"] = _added(x.estimated for x in of)
-        sums["awaited"] = max(of, key=lambda x: x.waiting).awaited
-        merged.append(replace(of[0], **sums))
-    return sorted(merged, key=lambda x: -x.exposed)
-
-
-def _picture(x: MeasuredDevice, longest: float) -> html.Html:
-    """The parts of a device's time, one after the other."""
-    text = f"computing {_ms(x.computing)}, exposed {_ms(x.exposed)}, idle {_ms(x.idle)}"
-    return stacked([x.computing / longest, x.exposed / longest], text)
+    merged: list[T] = []
+    for of in groups.values():
+        sums = {
+            k: sum(getattr(x, k) for x in of) for k, v in vars(of[0]).items() if type(v) is float
+        }
+        most = max(of, key=lambda x: getattr(x, "waiting", 0.0))
+        merged.append(replace(most, **sums, **same))
+    return merged
