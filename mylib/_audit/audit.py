@@ -213,7 +213,7 @@ def _devices_of(meshes: Sequence[AnyMesh], count: int) -> tuple[int, ...]:
     """The numbers of a program's devices, in its order: that of its mesh."""
     known = (mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size == count)
     mesh = next(known, None)
-    return tuple(range(count)) if mesh is None else tuple(mesh.device_ids.flat)
+    return tuple(range(count)) if mesh is None else tuple(mesh.device_ids.ravel().tolist())
 
 
 def _share(work: Work, traced: Any, devices: int) -> float | None:

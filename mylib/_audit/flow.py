@@ -26,7 +26,7 @@ class Flow:
         self, module: HloModule, transfers: Sequence[Transfer], numbers: Sequence[int] = ()
     ):
         self.module: HloModule = module
-        self.transfers = transfers
+        self._transfers = transfers
         # Of the devices, in the program's order.
         self.numbers = numbers or range(module.devices)
         self.devices: int = module.devices
@@ -34,16 +34,16 @@ class Flow:
     @cached_property
     def windows(self) -> list[list[Window]]:
         """The steps of each collective."""
-        return windows_of(self.module, self.transfers)
+        return windows_of(self.module, self._transfers)
 
     @cached_property
     def graph(self) -> Graph:
-        return graph_of(self.module, self.transfers, self.devices)
+        return graph_of(self.module, self._transfers, self.devices)
 
     @cached_property
     def sources_of(self) -> Mapping[int, Sequence[int]]:
         """By the number of a collective: its sources, one for each array."""
-        sources: dict[int, list[int]] = {i: [] for i in range(len(self.transfers))}
+        sources: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
         for bit in self.graph.into:
             sources[self.graph.sources[bit].number].append(bit)
         return sources
@@ -55,7 +55,7 @@ class Flow:
     def array(self, bit: int) -> Array:
         """The array that a collective returns; of a reduce-scatter the one that it is given."""
         source = self.graph.sources[bit]
-        transfer = self.transfers[source.number]
+        transfer = self._transfers[source.number]
         if transfer.members:
             return transfer.arrays[0]
         if source.part is not None:
@@ -66,7 +66,7 @@ class Flow:
     def made_by(self, bit: int) -> tuple[str, str, str]:
         """The line, the primitive and the phase of what a collective is given."""
         source = self.graph.sources[bit]
-        operands = self.transfers[source.number].first.inputs()
+        operands = self._transfers[source.number].first.inputs()
         operand = operands[min(source.element, len(operands) - 1)]
         if source.part is not None:  # one of several arrays in a row
             row = computed(Value(operand)).made_by.inputs()
@@ -78,11 +78,11 @@ class Flow:
         """Whether this source is the result of a reduce-scatter."""
         source = self.graph.sources[bit]
         is_collective = source.kind == "collective"
-        return is_collective and self.transfers[source.number].kind == "reduce-scatter"
+        return is_collective and self._transfers[source.number].kind == "reduce-scatter"
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""
-        transfer = self.transfers[self.graph.sources[bit].number]
+        transfer = self._transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
         return transfer.first.adds
@@ -155,7 +155,7 @@ class Flow:
 
     def _after(self, source: Source, before: Labels) -> Labels:
         """Which devices have the same result of a collective."""
-        transfer = self.transfers[source.number]
+        transfer = self._transfers[source.number]
         groups = transfer.groups
         # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
         kind = transfer.kind if transfer.members else transfer.first.sends
@@ -177,7 +177,7 @@ class Flow:
     def is_repeated(self, bit: int, labels: Labels) -> bool:
         """Whether a sum adds the same value several times."""
         number = self.graph.sources[bit].number
-        groups = self.transfers[number].groups
+        groups = self._transfers[number].groups
         return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in labels[groups])
 
     def before_permutations(self, mask: int) -> int:
@@ -196,13 +196,13 @@ class Flow:
     def _is_permutation(self, bit: int) -> bool:
         source = self.graph.sources[bit]
         is_collective = source.kind == "collective"
-        return is_collective and self.transfers[source.number].kind == "collective-permute"
+        return is_collective and self._transfers[source.number].kind == "collective-permute"
 
     def sums(self, data: Iterable[int], places: Sequence[int]) -> Sums:
         """What adds up the data of devices, which are at these places along an axis: `data` are the
         parameters that are split over it.
         """
-        return Sums(self.module, self.transfers, data, places)
+        return Sums(self.module, self._transfers, data, places)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

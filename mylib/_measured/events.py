@@ -42,7 +42,7 @@ class ProfiledEvent(NamedTuple):
     name: str
     start: float
     end: float
-    program: tuple[str, int] = ("", 0)
+    program: tuple[str, str] = ("", "")
     beside: bool = False
 
 
@@ -53,7 +53,7 @@ def events_of(
     `known`; on CPUs those that are `certain` run in each call.
     """
     events, on_host = _read(_file_in(Path(path)))
-    by_program: dict[tuple[str, int], list[ProfiledEvent]] = {}
+    by_program: dict[tuple[str, str], list[ProfiledEvent]] = {}
     for event in events:
         by_program.setdefault(event.program, []).append(event)
     of_name = [key for key in by_program if key[0].removeprefix("jit_") == program]
@@ -130,7 +130,7 @@ def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
             ):
                 ends[stats[jax_names.PROFILE_CONSUMER]] = x.start_ns
     for x, stats in starts:
-        program = stats[jax_names.PROFILE_HLO_MODULE], stats[jax_names.PROFILE_PROGRAM_ID]
+        program = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
         # An asynchronous operation ends in another thread, and an event may last longer than it.
         end = ends.get(stats.get(jax_names.PROFILE_PRODUCER, 0), x.end_ns)
         device, call = stats[jax_names.PROFILE_DEVICE_ORDINAL], stats[jax_names.PROFILE_RUN_ID]
@@ -139,25 +139,29 @@ def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
 
 def _of_device(match: re.Match[str], plane: Any) -> Iterator[ProfiledEvent]:
     lines = {line.name: [*line.events] for line in plane.lines}
-    calls = sorted(
-        (x.start_ns, x.end_ns, x.name) for x in lines.get(jax_names.PROFILE_MODULES_LINE, ())
-    )
-    for name, events in lines.items():
-        is_stream = match["kind"] == "GPU" and name.startswith(jax_names.PROFILE_STREAM_LINE)
-        if not is_stream and (match["kind"] == "GPU" or name not in _TPU_LINES):
+    of_calls = sorted(lines.get(jax_names.PROFILE_MODULES_LINE, ()), key=lambda x: x.start_ns)
+    starts = [x.start_ns for x in of_calls]
+    is_gpu = match["kind"] == "GPU"
+    for line, events in lines.items():
+        if not (line.startswith(jax_names.PROFILE_STREAM_LINE) if is_gpu else line in _TPU_LINES):
             continue
         for x in events:
-            stats = dict(x.stats)
-            op = stats.get(
-                jax_names.PROFILE_HLO_OP, "" if is_stream else x.name.partition(" = ")[0]
-            )
-            i = bisect_right(calls, (x.start_ns, float("inf"), "")) - 1
-            if op and i >= 0 and x.start_ns < calls[i][1]:
-                program, _, number = calls[i][2].rstrip(")").partition("(")
-                key = program, int(number or 0)
-                beside = name == jax_names.PROFILE_ASYNC_LINE
+            # Of a GPU's kernels without an instruction, such as copies, nothing is known.
+            name = "" if is_gpu else x.name.partition(" = ")[0]
+            name = dict(x.stats).get(jax_names.PROFILE_HLO_OP, name).lstrip("%")
+            i = bisect_right(starts, x.start_ns) - 1
+            if name and i >= 0 and x.start_ns < of_calls[i].end_ns:
+                program, _, number = of_calls[i].name.rstrip(")").partition("(")
+                call = dict(of_calls[i].stats).get(jax_names.PROFILE_RUN_ID, i)
+                beside = line == jax_names.PROFILE_ASYNC_LINE
                 yield ProfiledEvent(
-                    int(match["number"]), i, op.lstrip("%"), x.start_ns, x.end_ns, key, beside
+                    int(match["number"]),
+                    call,
+                    name,
+                    x.start_ns,
+                    x.end_ns,
+                    (program, number),
+                    beside,
                 )
 
 
