@@ -32,6 +32,7 @@ _TRANSFORMATIONS = {
     jax_names.STACK_VMAP,
 }
 _FAR = 2000  # the most instructions that are looked at
+_NEAR = 4  # the most users whose line an instruction may have
 
 # The phase of what doesn't say where it is from.
 UNKNOWN = "unknown"
@@ -106,9 +107,10 @@ def origin(x: Instruction) -> tuple[str, str, str]:
 
 def place_of(x: Instruction) -> tuple[str, str, str]:
     """The scope, the pass and the line of an instruction, or of the nearest one that has them."""
-    informed = x if _origin_names(x) else next(_informed_users(x), None) or _informed_input(x)
-    names = _origin_names(informed)
-    return _scope(names[0] if names else ""), phase_of(names), source_of(x) or source_of(informed)
+    near = [x, *islice(_informed_users(x), _NEAR), _informed_input(x)]
+    names = next(filter(None, map(_origin_names, near)), [""])
+    source = next(filter(None, map(source_of, near)), "")
+    return _scope(names[0]), phase_of(names), source
 
 
 def primitive_of(x: Instruction) -> str:

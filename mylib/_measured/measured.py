@@ -236,7 +236,7 @@ class Measured:
         for x in devices:
             times = x.seconds, x.computing, x.exposed, x.waiting, x.idle, x.between
             rows.append((f"device {x.device}", *map(_ms, (*times, self.awaited(x.device)))))
-        longest = max(x.seconds for x in devices)
+        longest = max(x.seconds for x in devices) or 1.0
         pictures = [
             stacked(
                 [x.computing / longest, x.exposed / longest],
