@@ -108,9 +108,9 @@ def origin(x: Instruction) -> tuple[str, str, str]:
 def place_of(x: Instruction) -> tuple[str, str, str]:
     """The scope, the pass and the line of an instruction, or of the nearest one that has them."""
     near = [x, *islice(_informed_users(x), _NEAR), _informed_input(x)]
-    names = next(filter(None, map(_origin_names, near)), [""])
+    names = next(filter(None, map(_origin_names, near)), [])
     source = next(filter(None, map(source_of, near)), "")
-    return _scope(names[0]), phase_of(names), source
+    return _scope(names[0] if names else ""), phase_of(names), source
 
 
 def primitive_of(x: Instruction) -> str:
