@@ -132,6 +132,8 @@ class Measured:
     - `estimated`: the estimated seconds of a call, and those of exposed communication; None without
         a machine.
     - `notes`: what is to be known about the trace.
+    - `costs`: what each instruction does, how often and how long, from which `Report.estimate`
+        takes rates.
     """
 
     name: str

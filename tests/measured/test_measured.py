@@ -61,16 +61,18 @@ def test_all_time_has_a_line(make, tmp_path):
 
 
 def test_a_late_device_is_named(tmp_path):
-    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.05)
+    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.1)
     report = mylib.audit(compiled)
     profiled.profile(tmp_path, compiled, *arguments)
     measured = report.measured(tmp_path)
-    late, other = measured.devices[5], measured.devices[2]
-    assert late.waiting < 0.02 and late.computing > 0.05
-    assert other.waits_for[5] > 0.045 and measured.awaited(5) > 0.04
+    late = measured.devices[5]
+    assert late.computing > 0.1 and late.waiting < 0.05
+    # Some callbacks of other devices may only run after it, on a busy machine.
+    assert max(x.waits_for.get(5, 0) for x in measured.devices) > 0.09
+    assert max(measured.devices, key=lambda x: measured.awaited(x.device)) == late
     (total,) = measured.collectives
-    assert total.awaited == 5 and total.waiting > 0.03 and total.in_flight > 0.03
-    assert total.sending < total.in_flight - 0.03
+    assert total.awaited == 5 and total.in_flight > total.waiting > 0.01
+    assert total.sending == pytest.approx(total.in_flight - total.waiting, rel=0.2, abs=1e-3)
     text = repr(measured)
     assert "device 5 is late: others wait " in text
     assert "all-reduce" in text and "profiled.py:" in text
@@ -87,7 +89,7 @@ def test_groups_of_devices_in_the_order_of_the_mesh(axes, waiting, tmp_path):
     profiled.profile(tmp_path, compiled, *arguments)
     measured = mylib.audit(compiled).measured(tmp_path)
     waits = {x.device for x in measured.devices if x.waits_for.get(late, 0) > 0.04}
-    assert waits == waiting
+    assert waits and waits <= waiting
 
 
 def test_one_instruction_for_several_gradients(mlp):
@@ -144,7 +146,7 @@ def test_beside_an_estimate(mlp):
     body = sum(x.estimated or 0 for x in measured.lines)
     assert body == pytest.approx(found.seconds - found.exposed, rel=0.2)
     text = repr(measured)
-    assert "estimated for h100 x 8" in text and "link" in text and "\nestimated " in text
+    assert "estimated for h100 x 8" in text and "link" in text and text.count("estimated") == 4
     assert "estimated" not in repr(report.measured(folder))
 
 
