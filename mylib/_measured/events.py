@@ -132,7 +132,8 @@ def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
     for x, stats in starts:
         program = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
         # An asynchronous operation ends in another thread, and an event may last longer than it.
-        end = ends.get(stats.get(jax_names.PROFILE_PRODUCER, 0), x.end_ns)
+        number = stats.get(jax_names.PROFILE_PRODUCER)
+        end = ends[number] if number in ends else x.end_ns
         device, call = stats[jax_names.PROFILE_DEVICE_ORDINAL], stats[jax_names.PROFILE_RUN_ID]
         yield ProfiledEvent(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
 

@@ -155,8 +155,8 @@ def _summed(times: Iterable[tuple[K, _Time]], count: float) -> dict[K, _Time]:
         of = sums.setdefault(key, [0.0] * len(_Time._fields))
         for i, x in enumerate(time):
             of[i] += x
-    times = {key: _Time(*(x / 1e9 / count for x in of)) for key, of in sums.items()}
-    return {key: time._replace(runs=time.runs * 1e9) for key, time in times.items()}
+    means = {key: _Time(*(x / 1e9 / count for x in of)) for key, of in sums.items()}
+    return {key: mean._replace(runs=mean.runs * 1e9) for key, mean in means.items()}
 
 
 def _parts(

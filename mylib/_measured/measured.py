@@ -223,16 +223,15 @@ class Measured:
         lines.append(f"  {self.attributed:.1%} of the busy time has a line of Python")
         return lines + [f"  {note}" for note in self.notes]
 
-    def _tables(self) -> Iterator[tuple[list[Sequence[str]], list[str], list[html.Html]]]:
-        """Tables with a header, the lines below each, and a picture for each row."""
+    def _tables(self) -> "Iterator[_Table]":
         rows = [(x.scope or "(none)", x.phase, *_of_part(x)) for x in self.layers]
-        yield *_table(("layer", "pass", *_OF_PART), rows), []
+        yield _table(("layer", "pass", *_OF_PART), rows)
         rows = [(x.source or "(unknown)", *_of_part(x)) for x in self.lines]
-        yield *_table(("line", *_OF_PART), rows), []
+        yield _table(("line", *_OF_PART), rows)
         alike = _merged(self.collectives, lambda x: (x.kind, x.axes, x.source, x.what))
         rows = [_of_collective(x) for x in sorted(alike, key=lambda x: -x.exposed)]
         if rows:
-            yield *_table(_OF_COLLECTIVE, rows), []
+            yield _table(_OF_COLLECTIVE, rows)
         devices = sorted(self.devices, key=lambda x: -self.awaited(x.device))
         rows: list[tuple[str, ...]] = []
         for x in devices:
@@ -246,7 +245,7 @@ class Measured:
             )
             for x in devices
         ]
-        yield *_table(_OF_DEVICE, rows), pictures
+        yield _table(_OF_DEVICE, rows, pictures)
 
 
 _LATE = 0.1  # of the time of a call
@@ -284,13 +283,21 @@ def _of_collective(x: MeasuredCollective) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+class _Table(NamedTuple):
+    """A header and rows, the lines below them, and a picture for each row, or none."""
+
+    rows: list[Sequence[str]]
+    left: list[str]
+    pictures: Sequence[str]
+
+
 def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]]
-) -> tuple[list[Sequence[str]], list[str]]:
+    header: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()
+) -> _Table:
     """The first rows, without empty columns, and how many are left out."""
     full = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
     left = more(len(rows) - _SHOWN, header[0])
-    return [[row[i] for i in full] for row in (header, *rows[:_SHOWN])], left
+    return _Table([[row[i] for i in full] for row in (header, *rows[:_SHOWN])], left, pictures)
 
 
 def _merged(items: Iterable[T], key: Callable[[T], Hashable], **same: str) -> list[T]:

@@ -25,9 +25,7 @@ def profile(folder: Path, call: Any, *arguments: Any, calls: int = 2) -> None:
     """Traces some calls of a compiled program."""
     jax.block_until_ready(call(*arguments))
     with jax.profiler.trace(folder):
-        for _ in range(calls):
-            result = call(*arguments)
-        jax.block_until_ready(result)
+        jax.block_until_ready([call(*arguments) for _ in range(calls)])
 
 
 def trained(model: Any, layer: type, loss: Any, mesh: Mesh, batch: Any) -> tuple[Any, ...]:
@@ -115,7 +113,7 @@ def sleeping(mesh: Mesh, late: int, axes: Any, sleep: float) -> tuple[Any, ...]:
 
     @jax.jit
     def step(numbers: Any, x: Any) -> Any:
-        specs = dict(in_specs=(P(*mesh.axis_names), P()), out_specs=P())
+        specs: dict[str, Any] = dict(in_specs=(P(*mesh.axis_names), P()), out_specs=P())
         return jax.shard_map(each, mesh=mesh, check_vma=False, **specs)(numbers, x)
 
     x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
