@@ -223,7 +223,7 @@ class Measured:
         lines.append(f"  {self.attributed:.1%} of the busy time has a line of Python")
         return lines + [f"  {note}" for note in self.notes]
 
-    def _tables(self) -> "Iterator[_Table]":
+    def _tables(self) -> "Iterator[_Tabulated]":
         rows = [(x.scope or "(none)", x.phase, *_of_part(x)) for x in self.layers]
         yield _table(("layer", "pass", *_OF_PART), rows)
         rows = [(x.source or "(unknown)", *_of_part(x)) for x in self.lines]
@@ -283,7 +283,7 @@ def _of_collective(x: MeasuredCollective) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-class _Table(NamedTuple):
+class _Tabulated(NamedTuple):
     """A header and rows, the lines below them, and a picture for each row, or none."""
 
     rows: list[Sequence[str]]
@@ -293,11 +293,11 @@ class _Table(NamedTuple):
 
 def _table(
     header: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()
-) -> _Table:
+) -> _Tabulated:
     """The first rows, without empty columns, and how many are left out."""
     full = [i for i, column in enumerate(zip(*rows, strict=True)) if any(column)]
     left = more(len(rows) - _SHOWN, header[0])
-    return _Table([[row[i] for i in full] for row in (header, *rows[:_SHOWN])], left, pictures)
+    return _Tabulated([[row[i] for i in full] for row in (header, *rows[:_SHOWN])], left, pictures)
 
 
 def _merged(items: Iterable[T], key: Callable[[T], Hashable], **same: str) -> list[T]:
