@@ -195,7 +195,7 @@ class Report:
         - `machine`: from `mylib.machines`. Its mesh is assumed to be laid out as
             `machine.mesh(...)` does.
         - `measured`: a step that was measured on it, by [`mylib.Report.measured`][]: the rates that
-            its products, its memory and its links reach take the place of assumed ones.
+            its products, its memory and its links (by mesh axis) reach replace assumed ones.
 
         **Returns:**
 

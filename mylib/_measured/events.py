@@ -29,6 +29,13 @@ _ONE_BLOCK = (
     "what is inside of a CUDA command buffer is one block without lines: to see its instructions, "
     "set XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =), and trace again"
 )
+_OPERATION = {
+    jax_names.PROFILE_HLO_OP,
+    jax_names.PROFILE_HLO_MODULE,
+    jax_names.PROFILE_PROGRAM_ID,
+    jax_names.PROFILE_RUN_ID,
+    jax_names.PROFILE_DEVICE_ORDINAL,
+}
 _TPU_LINES = jax_names.PROFILE_OPS_LINE, jax_names.PROFILE_ASYNC_LINE
 
 
@@ -122,7 +129,7 @@ def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
             continue
         for x in line.events:
             stats = dict(x.stats)
-            if jax_names.PROFILE_HLO_OP in stats:
+            if stats.keys() >= _OPERATION:
                 starts.append((x, stats))
             elif (
                 x.name.startswith(jax_names.PROFILE_END_OF_EVENT)
