@@ -142,7 +142,9 @@ def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
     by_kind: dict[Any, Tried] = {}
     for x in tried:
         assert x.strategy is not None
-        by_kind.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+        strategy = x.strategy
+        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
+        by_kind.setdefault(kind, x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
@@ -237,6 +239,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         },
         layers=traced.layers,
         policy=traced.policy,
+        micro_batches=step.micro_batches,
         dtype=dtype,
         saved=strategy.saved,
     )

@@ -17,7 +17,16 @@ from .._fsdp import tangent_p
 from .._products import products_of
 from .._programs import Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
-from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
+from .equations import (
+    Equation,
+    bytes_of,
+    equations_of,
+    is_kept,
+    is_literal,
+    is_of_plan,
+    is_on_host,
+    shape_of,
+)
 from .lifetimes import Scope
 
 
@@ -83,6 +92,7 @@ class Reading:
     - `products`, `sums`: its products, and its sums over dimensions.
     - `moves`: weights that are gathered where a layer is called.
     - `whole`: dimensions that an operation needs whole.
+    - `offloads`: what is copied to the host's memory, and back.
     - `scopes`: its jaxprs, from which follows what it holds.
     - `loops`: the first dimensions of what loops iterate over.
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
@@ -103,6 +113,7 @@ class Reading:
     sums: list[Sum] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)
     whole: list[Event] = field(default_factory=list)
+    offloads: list[Event] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
@@ -495,6 +506,13 @@ class _Apply:
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum
 
+    def put(self) -> None:
+        self.copied()
+        aval, out = self.in_avals[0], self.out_avals[0]
+        if is_on_host(aval) != is_on_host(out):
+            event = Event(self.place, bytes_of(aval), self.ins[0].nodes)
+            self.program.offloads.append(event)
+
 
 def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
@@ -537,5 +555,6 @@ _SPECIAL: dict[str, _Rule] = {
     names.CHECKPOINT_NAME: _Apply.named,
     names.CONSTRAINT: _Apply.constrained,
     names.CONVERT: _Apply.converted,
+    names.DEVICE_PUT: _Apply.put,
     **dict.fromkeys(names.SAME, _Apply.copied),
 }
