@@ -183,7 +183,8 @@ class _Reader:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
-            values.update(zip(eqn.outvars, _Apply(self, eqn, ins, place).results(), strict=True))
+            apply = _Apply(self, eqn, ins, place, top)
+            values.update(zip(eqn.outvars, apply.results(), strict=True))
             moments.append((eqn, start, self.clock))
         returned = {var for var in results if not is_literal(var)}
         nodes = {var: value.nodes for var, value in values.items()}
@@ -194,9 +195,11 @@ class _Reader:
 class _Apply:
     """Joins the dimensions of one operation."""
 
-    def __init__(self, reader: _Reader, eqn: Equation, ins: list[_Operand], place: Place):
+    def __init__(
+        self, reader: _Reader, eqn: Equation, ins: list[_Operand], place: Place, top: bool
+    ):
         self.reader, self.program, self.dims = reader, reader.program, reader.dims
-        self.eqn, self.ins, self.place = eqn, ins, place
+        self.eqn, self.ins, self.place, self.top = eqn, ins, place, top
         self.in_avals = [var.aval for var in eqn.invars]
         self.out_avals = [var.aval for var in eqn.outvars]
         self.outs = [_Operand(reader.fresh(aval)) for aval in self.out_avals]
@@ -275,7 +278,10 @@ class _Apply:
             for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
         ]
         operands += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
-        results = self.reader.through(body, operands, self._turns(self.param(names.PARAM_LENGTH)))
+        turns = self._turns(self.param(names.PARAM_LENGTH))
+        # A loop over micro-batches is outside of layers, and iterates over no weights.
+        top = self.top and all(x.origin is None for x in xs)
+        results = self.reader.through(body, operands, turns, top)
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)

@@ -193,7 +193,7 @@ def _check_offloading(policies: Sequence[str], target: Machine) -> None:
     if "offload" in policies and target.chip.platform == "gpu" and offloads_wrongly():
         raise PlanError(
             f"policies: XLA for GPUs of jaxlib {jaxlib.__version__} reads what loops have "
-            "offloaded in the wrong order (openxla/xla 46231): leave out 'offload', or use another version"
+            "offloaded in the wrong order (openxla/xla 46231): leave it out, or use another version"
         )
 
 

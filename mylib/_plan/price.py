@@ -445,8 +445,9 @@ class _Pricing:
         np.add.at(changes, prices.starts, nbytes)
         np.add.at(changes, prices.stops, -nbytes)
         sums = prices.sums
-        added = self.on_each(sums.amounts, sums.dims, prices.is_gradient)[prices.is_gradient].sum()
-        added = added if micro_batches > 1 else 0
+        nbytes = self.on_each(sums.amounts, sums.dims, prices.is_gradient)
+        added = np.dot(nbytes * prices.is_gradient, prices.times_of[sums.places])
+        added *= micro_batches > 1
         return int(self.held().sum() + added + np.cumsum(changes).max())
 
 
