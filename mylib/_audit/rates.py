@@ -26,7 +26,22 @@ def _share(costs: Sequence[Cost], ideal: Speed) -> float:
     return least / taken if least and taken else 1.0
 
 
-def slower_links(
+def links_of(
+    sent: Sequence[Message],
+    axes: Mapping[str, int],
+    machine: Machine,
+    measured: Measured | None,
+) -> list[tuple[float, str]]:
+    """How long each collective takes once, and what is assumed about its links."""
+    longer = {} if measured is None else _longer(measured, axes, machine)
+    links = [seconds(message, axes, machine) for message in sent]
+    return [
+        (each * longer.get(message.axes, 1), text)
+        for message, (each, text) in zip(sent, links, strict=True)
+    ]
+
+
+def _longer(
     measured: Measured, axes: Mapping[str, int], machine: Machine
 ) -> dict[tuple[str, ...], float]:
     """For each combination of mesh axes, how much longer its collectives take than is assumed."""

@@ -1,15 +1,15 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
 from .groups import axis_of
-from .links import Message, seconds, stated
+from .links import Message, stated
 from .moments import Begin, End
-from .rates import measured_speed, slower_links
+from .rates import links_of, measured_speed
 from .speed import Speed
 from .work import Loop, Operation, Step, Work
 
@@ -75,10 +75,9 @@ def estimate(
     """`sent` are all collectives of the program; `measured` may be another one."""
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
-    slowest, slower = _slowest(machine.chip, real), dict[tuple[str, ...], float]()
+    slowest = _slowest(machine.chip, real)
     if measured is not None:
         slowest = real = measured_speed(measured, ideal, real)
-        slower = slower_links(measured, axes, machine)
         assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
         f"matrix products reach {_percent(real.of_products)} of the data sheet's rate, kernels "
@@ -89,22 +88,26 @@ def estimate(
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
-    links = [
-        (each * slower.get(message.axes, 1), text)
-        for message in sent
-        for each, text in [seconds(message, axes, machine)]
-    ]
+    links = links_of(sent, axes, machine, measured)
     for message, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
-    low = max(low, communication)
-    total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
+    copied = sum(op.times * real.copying(op) for op in work.operations)
+    unknown = any(op.host for op in work.operations) and math.isinf(real.host)
+    if unknown:
+        assumed.append("copies to and from the host cost nothing, as their rate is not known")
+    elif copied:
+        parts["host memory"] = copied
+        assumed.append("copies to and from the host run beside the operations of their iteration")
+    most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    most += communication + copied
+    low = max(low, communication, copied)
+    total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,
-        interval=(min(total, low), math.inf if work.unknown else most),
+        interval=(min(total, low), math.inf if work.unknown or unknown else most),
         parts=parts,
         exposed=max(0.0, total - body),
         bound_by=max(parts, key=lambda name: parts[name]),
@@ -113,25 +116,26 @@ def estimate(
     )
 
 
-def played(
-    steps: Sequence[Step], cost: Callable[[Operation], float], sent: Sequence[float]
-) -> float:
+def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
     """The seconds of a schedule whose operations run one after the other, and whose collectives run
-    one after the other beside them. `sent` is how long each collective takes.
+    one after the other beside them, and so do copies between a device and its host. `sent` is how
+    long each collective takes.
     """
-    now = free = 0.0
+    now = free = copied = 0.0
     ends: dict[int, float] = {}
     for step in steps:
         match step:
             case Operation():
-                now += step.times * cost(step)
+                if step.host:
+                    copied = max(now, copied) + step.times * speed.copying(step)
+                now += step.times * max(speed.seconds(step))
             case Begin():
                 free = ends[step.collective] = max(now, free) + step.share * sent[step.collective]
             case End():
                 now = max(now, ends.pop(step.collective, now))
             case Loop():
-                now += step.times * played(step.steps, cost, sent)
-    return max(now, *ends.values(), 0.0)
+                now += step.times * played(step.steps, speed, sent)
+    return max(now, copied, *ends.values(), 0.0)
 
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
@@ -160,7 +164,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
     memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
-    ideal = Speed(rates, memory / chip.devices)
+    ideal = Speed(rates, memory / chip.devices, _of_host(chip))
     like = CHIPS[_LIKE.get(chip.platform, "h100")]
     missing = [name for name in _SHARES if name not in chip.reached]
     if missing:
@@ -169,7 +173,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
     shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:2], *shares), assumed
+    return ideal, Speed(*ideal[:3], *shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
@@ -181,7 +185,11 @@ def _slowest(chip: Chip, real: Speed) -> Speed:
         share if name in chip.reached else lowest[name]
         for name, share in zip(_SHARES, given, strict=True)
     )
-    return Speed(*real[:2], *shares)
+    return Speed(*real[:3], *shares)
+
+
+def _of_host(chip: Chip) -> float:
+    return math.inf if chip.host_bandwidth is None else chip.host_bandwidth / chip.devices
 
 
 _SHARES = "products", "kernels", "memory"

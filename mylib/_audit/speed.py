@@ -7,12 +7,13 @@ from .work import Operation
 
 
 class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, and bytes of its memory. And the shares of
-    these that are reached.
+    """What a device does in a second: products by dtype, bytes of its memory, and bytes from and to
+    its host's. And the shares of the first two that are reached.
     """
 
     flops: Mapping[str, float]
     memory: float
+    host: float
     of_products: float = 1
     of_kernels: float = 1
     of_memory: float = 1
@@ -22,3 +23,7 @@ class Speed(NamedTuple):
         products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
         share = self.of_kernels if operation.is_kernel else self.of_products
         return products / share, operation.bytes / self.memory / self.of_memory
+
+    def copying(self, operation: Operation) -> float:
+        """The seconds of an operation's copies between the device and its host."""
+        return operation.host / self.host
