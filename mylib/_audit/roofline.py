@@ -57,8 +57,13 @@ class Estimate:
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"
+def _reached(speed: Speed) -> str:
+    shares = (f"{100 * x:.3g}%" for x in (speed.of_products, speed.of_kernels, speed.of_memory))
+    products, kernels, memory = shares
+    return (
+        f"matrix products reach {products} of the data sheet's rate, kernels {kernels}, memory "
+        f"{memory}"
+    )
 
 
 def _ms(time: float) -> str:
@@ -80,8 +85,7 @@ def estimate(
         slowest = real = measured_speed(measured, ideal, real)
         assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
-        f"matrix products reach {_percent(real.of_products)} of the data sheet's rate, kernels "
-        f"{_percent(real.of_kernels)}, memory {_percent(real.of_memory)}",
+        _reached(real),
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
