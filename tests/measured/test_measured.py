@@ -195,7 +195,6 @@ def test_a_trace_of_another_program(mlp, tmp_path):
         report.measured(tmp_path / "other")
 
     # Of the same name, with other instructions; or with some of them.
-    other.__wrapped__.__name__ = "step"
     for name, function in (("more", lambda x: jnp.linalg.qr(x)[0]), ("fewer", lambda x: x.sum())):
         function.__name__ = "step"
         profiled.profile(tmp_path / name, jax.jit(function), x)
@@ -213,7 +212,7 @@ def test_several_programs_in_a_trace(mlp, tmp_path):
     def step(x):
         return jnp.sin(x) @ x.T
 
-    step(x), jax.block_until_ready(compiled(*arguments))
+    jax.block_until_ready([step(x), compiled(*arguments)])
     with jax.profiler.trace(tmp_path):
         for _ in range(2):
             jax.block_until_ready([step(x), compiled(*arguments)])
