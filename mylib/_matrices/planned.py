@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -10,15 +10,16 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import opened
 from .._errors import PlacementError, because
 from .._placement import (
     AnyMesh,
-    axis_names,
     current_world,
     grounded,
+    planned,
+    planning_mesh,
     resolve_leaves,
     sharding_of,
 )
@@ -26,8 +27,8 @@ from .._products import products_in
 from .._tree import Leaves, split
 from .belongs import Belonging, belonging
 from .group import MatrixGroup
+from .layout import Layout, Own, Shared
 from .matrices import Matrices, MatrixDims, matrices_in
-from .state import Layout, Own, Shared
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,24 @@ class Request:
         shardings = self._shardings(leaves)
         dims = matrices_in(leaves, self.matrices, self.mesh)
         mesh = shardings[0].mesh if shardings else None
-        if mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims)):
+        is_alone = mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims))
+        if is_alone and not self._is_planned:
             return None
-        return _Planner(self, leaves, shardings, dims, mesh).layout()
+        return _Planner(self, leaves, dims, mesh).layout().on(shardings)
+
+    @property
+    def _is_planned(self) -> bool:
+        """Whether `mylib.plan` decides where weights are kept."""
+        return self.kept is None and self.mesh is None
 
     def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
         world = current_world()
-        targets = resolve_leaves(leaves, self.kept, self.mesh, world)
+        kept, mesh = self.kept, self.mesh
+        if self._is_planned and planned.value is not None:
+            kept, mesh = planned.value
+        elif self._is_planned and world.mesh.size <= 1:
+            kept, mesh = PartitionSpec(), planning_mesh()
+        targets = resolve_leaves(leaves, kept, mesh, world)
         places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
         shardings = [s for s in places if isinstance(s, NamedSharding)]
         faults = [
@@ -77,12 +89,10 @@ class _Planner:
         self,
         request: Request,
         leaves: Leaves,
-        shardings: Sequence[NamedSharding],
         dims: Sequence[MatrixDims | None],
         mesh: AnyMesh,
     ):
-        self.request, self.leaves, self.shardings = request, leaves, shardings
-        self.dims, self.mesh = dims, mesh
+        self.request, self.leaves, self.dims, self.mesh = request, leaves, dims, mesh
         self.matrices = [i for i, d in enumerate(dims) if d is not None]
         self.others = [i for i, d in enumerate(dims) if d is None]
         # What the transform sees: matrices, each of them for itself.
@@ -111,10 +121,13 @@ class _Planner:
         places.of_others([path for path, _ in others])
         return Layout(
             tree=self.leaves.treedef,
+            over=self.request.over,
             groups=tuple(groups),
             works=tuple(works),
             others=tuple(self.others),
-            others_places=self._others_places(belongs, others),
+            others_like=tuple(self._like(belongs.owner[path], x) for path, x in others),
+            others_places=(None,) * len(others),
+            examples=tuple(group.numbers[0] for group in groups),
             states=tuple(tree for tree, _ in states),
             owned=tuple(owned for _, owned in states),
             moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
@@ -123,14 +136,8 @@ class _Planner:
             places=tuple(places.of_path[p] for p in belongs.paths),
         )
 
-    def _others_places(
-        self, belongs: Belonging, state: Sequence[tuple[Any, Any]]
-    ) -> tuple[NamedSharding | None, ...]:
-        owned = [(belongs.owner[path], x) for path, x in state]
-        return tuple(
-            self.shardings[i] if i is not None and x.shape == self.seen[i].shape else None
-            for i, x in owned
-        )
+    def _like(self, owner: int | None, x: Any) -> int | None:
+        return owner if owner is not None and x.shape == self.seen[owner].shape else None
 
     def _state(self, *numbers: int) -> tuple[list[tuple[Any, Any]], Any]:
         """The state of some leaves, with its paths, and its structure."""
@@ -138,37 +145,25 @@ class _Planner:
         return jtu.tree_flatten_with_path(state)
 
     def groups(self) -> tuple[list[MatrixGroup], list[int | None]]:
-        """Leaves of one shape and place whose updates are the same program, traced in their places
-        in the tree; and what the update of one matrix of each group computes.
+        """Leaves of one shape whose updates are the same program, traced in their places in the
+        tree; and what the update of one matrix of each group computes.
         """
         alike: dict[Any, list[int]] = {}
         works: dict[Any, int | None] = {}
         for i in self.matrices:
             x, program = self.leaves.arrays[i], self._program(i)
-            place = self.shardings[i].spec, self.dims[i]
-            key = x.shape, x.dtype, place, _text(program)
+            key = x.shape, x.dtype, self.dims[i], _text(program)
             alike.setdefault(key, []).append(i)
             if key not in works:
                 works[key] = _work(program)
-        starts: dict[Any, int] = {}
-        groups = []
-        for (shape, dtype, (spec, dims), _), numbers in alike.items():
-            group = MatrixGroup(
-                tuple(numbers), shape, dtype, spec, dims, self.over, self.mesh, 0,
+        groups = [
+            MatrixGroup(
+                tuple(numbers), shape, dtype, PartitionSpec(), dims, (), self.mesh, 0,
                 self.request.dtype,
-            )  # fmt: skip
-            owners = group.state_spec
-            start = starts.get(owners, 0)
-            starts[owners] = (start + group.count) % group.owners
-            groups.append(replace(group, start=start))
+            )
+            for (shape, dtype, dims, _), numbers in alike.items()
+        ]  # fmt: skip
         return groups, list(works.values())
-
-    @property
-    def over(self) -> tuple[str, ...]:
-        if self.request.over is not None:
-            return self.request.over
-        entries = [e for s in self.shardings for e in s.spec.partitions]
-        return tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
 
     def _program(self, number: int) -> Any:
         tree = self.only([number])

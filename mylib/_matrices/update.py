@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jit import expect
 from .._transfer import filter_shard
 from .group import MatrixGroup
-from .state import Layout, MatrixState
+from .layout import Layout
+from .state import MatrixState
 
 Arrays = list[Any]
 
@@ -81,15 +82,17 @@ class _GroupStep:
         self.transform, self.layout, self.extra = transform, layout, extra or {}
         self.group: MatrixGroup = layout.groups[number]
         self.is_own, self.state = layout.owned[number], layout.states[number]
-        self.spec = self.group.state_spec
+        self.spec, self.example = self.group.state_spec, layout.examples[number]
 
     def parts_of(self, leaves: Sequence[Any]) -> Arrays:
-        target = NamedSharding(self.group.mesh, self.group.spec)
-        return filter_shard([leaves[i] for i in self.group.numbers], target)
+        parts = [leaves[i] for i in self.group.numbers]
+        if self.group.mesh.size == 1:
+            return parts
+        return filter_shard(parts, NamedSharding(self.group.mesh, self.group.spec))
 
     def alone(self, x: Any) -> Any:
-        """The tree with a matrix in the place of the group's first leaf, and nothing else."""
-        return self.layout.only([x] * self.layout.tree.num_leaves, self.group.numbers[:1])
+        """The tree with a matrix in the place of the group's example, and nothing else."""
+        return self.layout.only([x] * self.layout.tree.num_leaves, [self.example])
 
     def own(self, leaves: Sequence[Any]) -> Arrays:
         return list(compress(leaves, self.is_own))

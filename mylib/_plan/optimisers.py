@@ -29,7 +29,7 @@ def matrix_products(
     """
     for eqn in opened(program).eqns:
         name, inner = eqn.primitive.name, jaxprs_in(eqn)
-        if name != names.DOT and (not inner or name in names.KERNELS):
+        if name != names.DOT and (not inner or name == names.SHARD_MAP or name in names.KERNELS):
             continue
         is_here = is_of_optimiser or bool(optimiser_of(eqn))
         if name == names.DOT:

@@ -29,6 +29,7 @@ from .candidates import (
 )
 from .fixes import FixedParts
 from .layers import layers_in
+from .matrices import check_states
 from .price import with_figures
 from .replaced import Replaced
 from .result import Candidate, Plan
@@ -125,6 +126,7 @@ def plan(
     _check_axes(axes, target)
     _check_place(target, compile, measure)
     step = PlannedStep.of(fun, args)
+    check_states(step.args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)

@@ -57,7 +57,7 @@ def muon():
 
 def test_each_product_gathers():
     found, usual = prices(muon()), prices(optax.scale_by_adam())
-    part, gathers = "gathers of the optimiser", "all-gather over data"
+    part, gathers = "what the optimiser sends", "all-gather over data"
     assert part not in found["DP 8"].parts
     assert found["FSDP 8"].parts[part] > 0 and part not in usual["FSDP 8"].parts
     # Three products in each of five iterations.
