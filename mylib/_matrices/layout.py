@@ -115,7 +115,8 @@ def _regrouped(
         parts_of.append([*range(len(made), len(made) + len(alike))])
         for spec, numbers in alike.items():
             mesh = shardings[numbers[0]].mesh
-            part = replace(group, numbers=tuple(numbers), spec=spec, over=over, mesh=mesh)
+            here = tuple(axis for axis in over if axis in mesh.shape)
+            part = replace(group, numbers=tuple(numbers), spec=spec, over=here, mesh=mesh)
             start = starts.get(part.state_spec, 0)
             starts[part.state_spec] = (start + part.count) % part.owners
             made.append(replace(part, start=start))

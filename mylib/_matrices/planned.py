@@ -22,6 +22,7 @@ from .._placement import (
     planning_mesh,
     resolve_leaves,
     sharding_of,
+    show_mesh,
 )
 from .._products import products_in
 from .._tree import Leaves, split
@@ -51,6 +52,7 @@ class Request:
         shardings = self._shardings(leaves)
         dims = matrices_in(leaves, self.matrices, self.mesh)
         mesh = shardings[0].mesh if shardings else None
+        self._check_over(mesh)
         is_alone = mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims))
         if is_alone and not self._is_planned:
             return None
@@ -61,12 +63,19 @@ class Request:
         """Whether `mylib.plan` decides where weights are kept."""
         return self.kept is None and self.mesh is None
 
+    def _check_over(self, mesh: AnyMesh | None) -> None:
+        for axis in self.over or ():
+            # A plan's mesh may lack some of them.
+            if mesh is not None and axis not in mesh.shape and not self._is_planned:
+                has_no = f"{show_mesh(mesh)} has no axis {axis!r}"
+                raise ValueError(f"by_matrix: over={self.over!r}: {has_no}")
+
     def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
         world = current_world()
         kept, mesh = self.kept, self.mesh
         if self._is_planned and planned.value is not None:
             kept, mesh = planned.value
-        elif self._is_planned and world.mesh.size <= 1:
+        elif self._is_planned and world.mesh.size <= 1 and not _on_several(leaves):
             kept, mesh = PartitionSpec(), planning_mesh()
         targets = resolve_leaves(leaves, kept, mesh, world)
         places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
@@ -81,7 +90,17 @@ class Request:
         return shardings
 
 
-_FIX = "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh"
+_FIX = (
+    "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh (None is for a step "
+    "that mylib.plan places)"
+)
+
+
+def _on_several(leaves: Leaves) -> bool:
+    return any(
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding.num_devices > 1
+        for x in leaves.arrays
+    )
 
 
 class _Planner:

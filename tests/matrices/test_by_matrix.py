@@ -328,8 +328,14 @@ def test_a_state_that_is_moved_away_is_told():
 def test_what_else_is_refused():
     with pytest.raises(ValueError, match="a tree of arrays"):
         mylib.by_matrix(muon(), KEPT, mesh=EIGHT).init([jnp.ones((8, 8)), "text"])
-    with pytest.raises(mylib.PlacementError, match="where it is kept"):
-        mylib.by_matrix(muon(), None, mesh=EIGHT).init([jnp.ones((8, 8))])
+    sharded = mylib.filter_shard([jnp.ones((8, 8))], KEPT, mesh=EIGHT)
+    for optim in (mylib.by_matrix(muon(), None, mesh=EIGHT), mylib.by_matrix(muon(), None)):
+        with pytest.raises(
+            mylib.PlacementError, match=r"where it is kept(.|\n)*None is for a step"
+        ):
+            optim.init(sharded)
+    with pytest.raises(ValueError, match=r"over=\('dta',\): .* has no axis 'dta'"):
+        mylib.by_matrix(muon(), KEPT, "dta", mesh=EIGHT).init(sharded)
 
 
 def test_a_step_of_fsdp_holds_its_contract():
