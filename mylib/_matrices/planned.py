@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -112,6 +113,7 @@ class _Planner:
         mesh: AnyMesh,
     ):
         self.request, self.leaves, self.dims, self.mesh = request, leaves, dims, mesh
+        self.state = cache(self._state)
         self.matrices = [i for i, d in enumerate(dims) if d is not None]
         self.others = [i for i, d in enumerate(dims) if d is None]
         # What the transform sees: matrices, each of them for itself.
@@ -133,10 +135,10 @@ class _Planner:
         places = _Places(belongs)
         # All leaves of a group have states of one structure, in other places of the tree.
         states = [
-            [places.of_member((g, k), i, *self._state(i)) for k, i in enumerate(group.numbers)][0]
+            [places.of_member((g, k), i, self.state(i)) for k, i in enumerate(group.numbers)][0]
             for g, group in enumerate(groups)
         ]
-        others = self._state(*self.others)[0] if self.others else []
+        others = jtu.tree_leaves_with_path(self.state(*self.others)) if self.others else []
         places.of_others([path for path, _ in others])
         return Layout(
             tree=self.leaves.treedef,
@@ -158,10 +160,9 @@ class _Planner:
     def _like(self, owner: int | None, x: Any) -> int | None:
         return owner if owner is not None and x.shape == self.seen[owner].shape else None
 
-    def _state(self, *numbers: int) -> tuple[list[tuple[Any, Any]], Any]:
-        """The state of some leaves, with its paths, and its structure."""
-        state = jax.eval_shape(self.request.transform.init, self.only(numbers))
-        return jtu.tree_flatten_with_path(state)
+    def _state(self, *numbers: int) -> Any:
+        """The state of some leaves."""
+        return jax.eval_shape(self.request.transform.init, self.only(numbers))
 
     def groups(self) -> tuple[list[MatrixGroup], list[int | None]]:
         """Leaves of one shape whose updates are the same program, traced in their places in the
@@ -185,10 +186,8 @@ class _Planner:
         return groups, list(works.values())
 
     def _program(self, number: int) -> Any:
-        tree = self.only([number])
-        transform = self.request.transform
-        state = jax.eval_shape(transform.init, tree)
-        return jax.make_jaxpr(transform.update)(tree, state, tree)
+        tree, transform = self.only([number]), self.request.transform
+        return jax.make_jaxpr(transform.update)(tree, self.state(number), tree)
 
 
 class _Places:
@@ -199,11 +198,11 @@ class _Places:
         self.of_path: dict[Any, Own | Shared] = {}
 
     def of_member(
-        self, place: tuple[int, int], number: int, state: Sequence[tuple[Any, Any]], tree: Any
+        self, place: tuple[int, int], number: int, state: Any
     ) -> tuple[Any, tuple[bool, ...]]:
         """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
         group, member = place
-        paths = [path for path, _ in state]
+        paths = [path for path, _ in jtu.tree_leaves_with_path(state)]
         owners = [self.belongs.owner.get(path, -1) for path in paths]
         if not {*owners} <= {None, number}:
             raise ValueError(
@@ -217,7 +216,7 @@ class _Places:
         others = [path for path, is_own in zip(paths, owned, strict=True) if not is_own]
         for at, path in enumerate(others):
             self._share(path, (group, at))
-        return tree, owned
+        return jtu.tree_structure(state), owned
 
     def of_others(self, paths: Sequence[Any]) -> None:
         for at, path in enumerate(paths):
