@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jit import expect
+from .._placement import PLANNING, planned
 from .._transfer import filter_shard
 from .group import MatrixGroup
 from .layout import Layout
@@ -43,6 +44,8 @@ def updated(
     """The updates, and the next state."""
     layout = state.layout
     for group, stack in zip(layout.groups, state.stacks, strict=True):
+        if planned.value is not None and group.mesh.axis_names == (PLANNING,):
+            raise ValueError(_NOT_MADE)
         expect(stack, [NamedSharding(group.mesh, group.state_spec)] * len(stack))
     leaves = layout.tree.flatten_up_to(updates)
     weights = None if params is None else layout.tree.flatten_up_to(params)
@@ -73,6 +76,12 @@ def updated(
         for i, x in zip(layout.others, jtu.tree_leaves(rest), strict=True):
             results[i] = x
     return layout.tree.unflatten(results), MatrixState(tuple(stacks), tuple(shared), others, layout)
+
+
+_NOT_MADE = (
+    "by_matrix: this state was created outside of the plan, and is not on its mesh: create it by "
+    "plan.make(make, ...), or by by_matrix.from_plain(plain, like), with that as like"
+)
 
 
 class _GroupStep:

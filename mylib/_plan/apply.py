@@ -84,6 +84,7 @@ class Applying:
     - `reasons`: why each array of each argument is where it is.
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
+    - `by_matrix`: the paths of the states of `by_matrix`, which are created for the mesh.
     - `layered`: the positions in `layers` of the classes that each model has.
     """
 
@@ -95,6 +96,7 @@ class Applying:
     reasons: Mapping[str, Mapping[str, str]]
     fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
+    by_matrix: tuple[str, ...]
     layered: Mapping[str, tuple[int, ...]]
     layers: tuple[type, ...]
     policy: str

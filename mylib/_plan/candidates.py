@@ -225,7 +225,8 @@ def applying(tried: Tried, dtype: Any) -> Applying:
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
     alike = dict(replaced.alike())
     results = {x.path: spec_of(leaf, strategy, traced) for x, leaf in alike.items()}
-    for state, specs in specs_in(traced, strategy).items():
+    states = specs_in(traced, strategy)
+    for state, specs in states.items():
         number, path = argument_of(state)
         arguments[step.names[number]] |= {path + end: spec for end, spec in specs.items()}
         reasons[step.names[number]] |= dict.fromkeys((path + end for end in specs), _OWNED)
@@ -240,6 +241,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         reasons=reasons,
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
+        by_matrix=tuple(states),
         layered={
             path: tuple(map(traced.layers.index, layers_in(role.module, traced.layers)))
             for path, role in traced.models.items()

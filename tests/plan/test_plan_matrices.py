@@ -119,7 +119,10 @@ def test_a_planned_step_with_by_matrix(axes):
     ours, expected = (mylib.by_matrix.to_plain(x) for x in (ours, expected))
     for a, b in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    assert mylib.Plan.of(plan.as_text()) == plan
+    assert mylib.Plan.of(plan.as_text(), plan.layers) == plan
+    assert "# the optimiser: mylib.by_matrix(transform, kept, mesh=mesh)" in plan.code()
+    with pytest.raises((ValueError, mylib.PlacementError)):
+        train(x, *make(jax.random.key(0)))
 
 
 def test_a_step_that_has_owners_already():
