@@ -49,8 +49,9 @@ class Request:
         leaves = split(params)
         if len(leaves.positions) != len(leaves.all):
             raise ValueError("by_matrix takes a tree of arrays: eqx.filter(model, eqx.is_array)")
+        is_here = not _are_on_several(leaves.arrays)
         leaves = leaves.with_shapes(leaves.arrays)
-        shardings = self._shardings(leaves)
+        shardings = self._shardings(leaves, is_here)
         dims = matrices_in(leaves, self.matrices, self.mesh)
         mesh = shardings[0].mesh if shardings else None
         self._check_over(mesh)
@@ -71,12 +72,12 @@ class Request:
                 has_no = f"{show_mesh(mesh)} has no axis {axis!r}"
                 raise ValueError(f"by_matrix: over={self.over!r}: {has_no}")
 
-    def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
+    def _shardings(self, leaves: Leaves, is_here: bool) -> list[NamedSharding]:
         world = current_world()
         kept, mesh = self.kept, self.mesh
         if self._is_planned and planned.value is not None:
             kept, mesh = planned.value
-        elif self._is_planned and world.mesh.size <= 1 and not _on_several(leaves):
+        elif self._is_planned and world.mesh.size <= 1 and is_here:
             kept, mesh = PartitionSpec(), planning_mesh()
         targets = resolve_leaves(leaves, kept, mesh, world)
         places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
@@ -97,10 +98,10 @@ _FIX = (
 )
 
 
-def _on_several(leaves: Leaves) -> bool:
+def _are_on_several(arrays: Sequence[Any]) -> bool:
     return any(
         isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding.num_devices > 1
-        for x in leaves.arrays
+        for x in arrays
     )
 
 

@@ -4,7 +4,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from inspect import Parameter
 from typing import Any
 
@@ -113,7 +112,7 @@ class Applying:
         """Where a model's weights are used."""
         return Planned(self.used[model], self.called(model))
 
-    @cached_property
+    @property
     def of_matrices(self) -> Planned:
         """Where `by_matrix` keeps the weights of all models."""
         pairs = [x for model in self.used for x in self.kept(model).specs.items()]

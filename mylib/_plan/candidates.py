@@ -207,25 +207,14 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     traced, strategy = tried.traced, tried.strategy
     assert traced is not None and strategy is not None
     step, replaced = traced.step, Replaced(traced)
-    arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
-    reasons: dict[str, dict[str, str]] = {name: {} for name in step.names}
-    fixed: dict[str, list[str]] = {}
+    arguments, reasons, fixed = _arguments(traced, strategy)
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
-        number, path = argument_of(leaf.path)
-        name = step.names[number]
-        arguments[name][path] = spec = spec_of(leaf, strategy, traced)
-        if fix_of(leaf, strategy, traced) is not None:
-            fixed.setdefault(name, []).append(path)
-            reasons[name][path] = "fixed by kept="
-        else:
-            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
         if leaf.path in traced.in_models:
             role, path = traced.in_models[leaf.path]
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
-    alike = dict(replaced.alike())
+    alike, states = dict(replaced.alike()), specs_in(traced, strategy)
     results = {x.path: spec_of(leaf, strategy, traced) for x, leaf in alike.items()}
-    states = specs_in(traced, strategy)
     for state, specs in states.items():
         number, path = argument_of(state)
         arguments[step.names[number]] |= {path + end: spec for end, spec in specs.items()}
@@ -251,6 +240,24 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         dtype=dtype,
         saved=strategy.saved,
     )
+
+
+def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any, Any]:
+    """Where the arrays of each argument are, and why, and the paths of what `kept=` fixes."""
+    names = traced.step.names
+    specs: dict[str, dict[str, Any]] = {name: {} for name in names}
+    reasons: dict[str, dict[str, str]] = {name: {} for name in names}
+    fixed: dict[str, list[str]] = {}
+    for leaf in traced.leaves:
+        number, path = argument_of(leaf.path)
+        name = names[number]
+        specs[name][path] = spec = spec_of(leaf, strategy, traced)
+        if fix_of(leaf, strategy, traced) is not None:
+            fixed.setdefault(name, []).append(path)
+            reasons[name][path] = "fixed by kept="
+        else:
+            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
+    return specs, reasons, fixed
 
 
 _OWNED = "by_matrix keeps it with the owners of the matrices"

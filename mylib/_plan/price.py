@@ -92,10 +92,7 @@ class Prices:
         def groups_of(arrays: Iterable[Nodes]) -> _GroupsOfMany:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
-        states = states_in(traced)
-        dtypes = {product.dtype for product in program.products}
-        dtypes |= {str(group.dtype) for x in states.values() for group in x.layout.groups}
-        self.ideal, self.real, _ = speeds(machine.chip, dtypes)
+        self.ideal, self.real, _ = speeds(machine.chip, _dtypes(traced))
         self.products = _Events(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
@@ -113,11 +110,7 @@ class Prices:
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
         self.held_dims = groups_of(leaf.groups for leaf in leaves)
-        # The states of `by_matrix` are not kept as weights are.
-        starts = tuple(path + part for path in states for part in OF_MESH)
-        self.held_bytes = np.array(
-            [0.0 if x.path.startswith(starts) else float(bytes_of(x.aval)) for x in leaves]
-        )
+        self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
         values_last = machine.chip.platform != "tpu"
@@ -142,6 +135,21 @@ class Prices:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _dtypes(traced: TracedStep) -> set[str]:
+    """Those of products."""
+    groups = [group for state in states_in(traced).values() for group in state.layout.groups]
+    return {x.dtype for x in traced.program.products} | {str(group.dtype) for group in groups}
+
+
+def _held_bytes(traced: TracedStep) -> Any:
+    """Of each argument. What depends on the mesh in states of `by_matrix` is not among them."""
+    on_mesh = tuple(path + part for path in states_in(traced) for part in OF_MESH)
+    leaves = traced.leaves
+    return np.array(
+        [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]
+    )
 
 
 class _GroupsOfMany:

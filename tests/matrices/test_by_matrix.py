@@ -390,7 +390,7 @@ def test_stacked_layers_in_a_scan():
 
         state = optim.init(eqx.tree_at(lambda x: x.bias, layers, None))
         for _ in range(3):
-            layers, state = step(np.ones((16, 32), np.float32), layers, state)
+            layers, state = step(np.ones((16, 32)), layers, state)
         return layers.weight
 
     ours = trained(
