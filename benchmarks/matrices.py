@@ -263,7 +263,9 @@ def print_step(name: str) -> None:
     ours, peer, adam = times.values()
     ratio = ours / peer
     row = [f"{name} (Adam: {adam:.1f})", f"{ours:.1f}", f"{peer:.1f}", f"{ratio:.2f}"]
-    print_row([*row, "at most 0.45", "ok" if ratio <= 0.45 else "MISSED"])
+    # Only for H100s there is a limit: the compiler for TPUs gathers less of what Optax does.
+    bar = ("at most 0.45", "ok" if ratio <= 0.45 else "MISSED") if name == "h100" else ("", "")
+    print_row([*row, *bar])
     sent = {optim: f"{report.wire_bytes() / 2**20:.0f}" for optim, report in reports.items()}
     ours, peer, adam = sent.values()
     row = [f"{name}, MiB sent (Adam: {adam})", ours, peer, f"{int(ours) / int(peer):.2f}"]
