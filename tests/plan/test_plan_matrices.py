@@ -90,11 +90,8 @@ def test_by_matrix_is_priced():
     sides = alone.parts["computation"] - fsdp.parts["computation"]
     assert sides > 8 * of_one / rate
     assert fsdp.memory < alone.memory
-    assert (
-        fsdp.parts["what the optimiser sends"] < usual["FSDP 8"].parts["what the optimiser sends"]
-    )
-    # It is Optax as it is where nothing is sharded.
-    assert alone.parts["computation"] == pytest.approx(usual["DP 8"].parts["computation"], rel=0.1)
+    part = "what the optimiser sends"
+    assert fsdp.parts[part] < usual["FSDP 8"].parts[part]
     best = min(x.seconds for x in usual.values())
     assert fsdp.seconds < best
     assert min(found, key=lambda name: found[name].seconds) == "FSDP 8"
