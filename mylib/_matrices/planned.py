@@ -19,7 +19,7 @@ from .._placement import (
     AnyMesh,
     current_world,
     grounded,
-    planned,
+    plan_in_force,
     planning_mesh,
     resolve_leaves,
     sharding_of,
@@ -75,8 +75,8 @@ class Request:
     def _shardings(self, leaves: Leaves, is_here: bool) -> list[NamedSharding]:
         world = current_world()
         kept, mesh = self.kept, self.mesh
-        if self._is_planned and planned.value is not None:
-            kept, mesh = planned.value
+        if self._is_planned and plan_in_force.value is not None:
+            kept, mesh = plan_in_force.value
         elif self._is_planned and world.mesh.size <= 1 and is_here:
             kept, mesh = PartitionSpec(), planning_mesh()
         targets = resolve_leaves(leaves, kept, mesh, world)
@@ -125,8 +125,8 @@ class _Planner:
 
     def only(self, numbers: Sequence[int]) -> Any:
         chosen = set(numbers)
-        kept = [x if i in chosen else None for i, x in enumerate(self.seen)]
-        return self.leaves.treedef.unflatten(kept)
+        seen = [x if i in chosen else None for i, x in enumerate(self.seen)]
+        return self.leaves.treedef.unflatten(seen)
 
     def layout(self) -> Layout:
         every = self.only(range(len(self.seen)))

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jit import expect
-from .._placement import PLANNING, planned
+from .._placement import PLANNING, plan_in_force
 from .._transfer import filter_shard
 from .group import MatrixGroup
 from .layout import Layout
@@ -44,7 +44,7 @@ def updated(
     """The updates, and the next state."""
     layout = state.layout
     for group, stack in zip(layout.groups, state.stacks, strict=True):
-        if planned.value is not None and group.mesh.axis_names == (PLANNING,):
+        if plan_in_force.value is not None and group.mesh.axis_names == (PLANNING,):
             raise ValueError(_NOT_MADE)
         expect(stack, [NamedSharding(group.mesh, group.state_spec)] * len(stack))
     leaves = layout.tree.flatten_up_to(updates)

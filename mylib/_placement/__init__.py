@@ -15,7 +15,7 @@ from .context import (
     in_own_dtypes as in_own_dtypes,
     no_mesh as no_mesh,
     on_one_device as on_one_device,
-    planned as planned,
+    plan_in_force as plan_in_force,
     planning_mesh as planning_mesh,
 )
 from .parts import (

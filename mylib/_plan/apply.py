@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, PartitionSpec
 
 from .._jit import filter_jit
-from .._placement import no_mesh, planned
+from .._placement import no_mesh, plan_in_force
 from .._tree import Leaf
 from ..rules import Rule
 from .calls import Calls, NotServedError, argument_of, roles_in
@@ -201,7 +201,7 @@ def _applied(fun: Callable[..., Any], applying: Applying, mesh: Mesh, args: Any)
         order=[roles[path] for path in applying.order],
     )
     try:
-        with calls.tracing(), planned((applying.of_matrices, mesh)):
+        with calls.tracing(), plan_in_force((applying.of_matrices, mesh)):
             return fun(*args)
     except NotServedError as error:
         raise PlanError(str(error)) from None

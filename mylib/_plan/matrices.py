@@ -89,7 +89,7 @@ def specs_in(traced: TracedStep, strategy: Strategy) -> dict[str, dict[str, Spec
     }
 
 
-def bytes_of(state: MatrixState) -> int:
+def state_bytes(state: MatrixState) -> int:
     """What each device holds of these arrays."""
     arrays = jtu.tree_leaves((state.stacks, state.shared))
     return sum(bytes_on_each(x.sharding, x.shape, x.dtype) for x in arrays)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .._products import products_of
+from .._products import products_of_equation
 from .._programs import products_of_optimisers
 from .trace import SMALL
 
@@ -24,5 +24,8 @@ def matrix_products(program: Any) -> Iterator[MatrixProduct]:
     for eqn, times, _ in products_of_optimisers(program):
         factor = eqn.invars[1].aval
         if factor.size >= SMALL:
-            flops, nbytes = 2.0 * times * products_of(eqn), factor.size * factor.dtype.itemsize
+            flops, nbytes = (
+                2.0 * times * products_of_equation(eqn),
+                factor.size * factor.dtype.itemsize,
+            )
             yield MatrixProduct(nbytes, times, flops, str(factor.dtype))

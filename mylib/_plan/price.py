@@ -21,7 +21,7 @@ from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
 from .lifetimes import Live, lives_of
-from .matrices import OF_MESH, bytes_of as state_bytes, seconds_of, sent_by, states_in, states_on
+from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
