@@ -444,17 +444,3 @@ def test_padding_is_a_matrix():
     _, state = optim.update(params, optim.init(params))
     ((stack,),) = state.stacks
     assert stack.shape == (8, 16, 24) and np.isfinite(stack).all()
-
-
-def test_one_shape_after_the_other():
-    """Temporaries are those of one group."""
-
-    def temporaries(*shapes):
-        params = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes for _ in range(8)]
-        params = mylib.filter_shard(params, KEPT, mesh=EIGHT)
-        optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
-        args = params, eqx.filter_eval_shape(optim.init, params)
-        return mylib.audit(jax.jit(optim.update), *args).memory.temporaries
-
-    one = temporaries((256, 128))
-    assert temporaries((256, 128), (256, 120), (256, 112), (256, 104)) < 1.7 * one

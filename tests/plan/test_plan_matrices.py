@@ -50,9 +50,9 @@ def training(transform, layers=LAYERS, width=WIDTH):
     return step, make, np.random.default_rng(0).normal(size=(64, width)).astype(np.float32)
 
 
-def prices(transform, layers=LAYERS):
+def prices(transform, layers=LAYERS, width=WIDTH):
     """Of the candidates of a step, by their names."""
-    step, make, x = training(transform, layers)
+    step, make, x = training(transform, layers, width)
     args = x, *eqx.filter_eval_shape(make, jax.random.key(0))
     traced = trace(PlannedStep.of(step, args), "full", (SquareLayer,))
     return {x.name: x.price for x in priced(traced, H100S, 80e9) if x.price is not None}
@@ -80,12 +80,13 @@ def test_each_product_gathers():
 
 def test_by_matrix_is_priced():
     """Two all-to-alls, the matrices of the most loaded device, and its state with padding."""
-    found, usual = prices(mylib.by_matrix(muon(), None), 10), prices(muon(), 10)
+    wide = 2048
+    found, usual = (prices(x, 10, wide) for x in (mylib.by_matrix(muon(), None), muon()))
     fsdp, alone = found["FSDP 8"], found["DP 8"]
     # Of ten matrices on eight devices two have two: a stack has 16 places.
-    assert fsdp.sent["all-to-all over data"] == 2 * 2 * 4 * WIDTH**2
+    assert fsdp.sent["all-to-all over data"] == 2 * 2 * 4 * wide**2
     assert not any(x.startswith("all-to-all") for x in alone.sent)
-    of_one = 2 * (5 * 3 * WIDTH**3)
+    of_one = 2 * (5 * 3 * wide**3)
     rate = H100S.chip.flops["float32"]
     sides = alone.parts["computation"] - fsdp.parts["computation"]
     assert sides > 8 * of_one / rate
