@@ -53,9 +53,11 @@ class Request:
         leaves = leaves.with_shapes(leaves.arrays)
         shardings = self._shardings(leaves, is_here)
         dims = matrices_in(leaves, self.matrices, self.mesh)
-        mesh = shardings[0].mesh if shardings else None
+        if not shardings:
+            return None
+        mesh = shardings[0].mesh
         self._check_over(mesh)
-        is_alone = mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims))
+        is_alone = mesh.size == 1 and not any(d and d.batch for d in dims)
         if is_alone and not self._is_planned:
             return None
         return _Planner(self, leaves, dims, mesh).layout().on(shardings)
@@ -65,10 +67,10 @@ class Request:
         """Whether `mylib.plan` decides where weights are kept."""
         return self.kept is None and self.mesh is None
 
-    def _check_over(self, mesh: AnyMesh | None) -> None:
+    def _check_over(self, mesh: AnyMesh) -> None:
         for axis in self.over or ():
             # A plan's mesh may lack some of them.
-            if mesh is not None and axis not in mesh.shape and not self._is_planned:
+            if axis not in mesh.shape and not self._is_planned:
                 has_no = f"{show_mesh(mesh)} has no axis {axis!r}"
                 raise ValueError(f"by_matrix: over={self.over!r}: {has_no}")
 

@@ -34,12 +34,12 @@ class Planned(Rule):
     def at(self, depth: int) -> "Planned":
         return replace(self, depth=depth)
 
-    def _path(self, path: Sequence[Any]) -> str | None:
+    def _path(self, path: tuple[Any, ...]) -> str | None:
         starts = range(len(path) + 1) if self.depth is None else (self.depth,)
         ends = (jtu.keystr(path[start:]) for start in starts)
         return next((end for end in ends if end in self.specs), None)
 
-    def spec_at(self, path: Sequence[Any]) -> Spec | None:
+    def spec_at(self, path: tuple[Any, ...]) -> Spec | None:
         """The entries of the spec for this path, None if it isn't in the plan."""
         return self.specs.get(self._path(path) or "")
 

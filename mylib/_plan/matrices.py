@@ -1,6 +1,6 @@
 """Optimisers with `mylib.by_matrix` in planned steps: their states are laid out for each plan."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.tree_util as jtu
@@ -16,7 +16,7 @@ from .trace import PlanError, TracedStep
 # What of a state depends on the mesh.
 OF_MESH = ".stacks", ".shared"
 # The spec of the weight with this path; None if it is unknown.
-SpecAt = Callable[[Sequence[Any]], Spec | None]
+SpecAt = Callable[[tuple[Any, ...]], Spec | None]
 
 
 def _is_state(x: Any) -> bool:

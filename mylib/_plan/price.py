@@ -425,15 +425,15 @@ class _Pricing:
         by_kind: dict[Any, list[float]] = {}
         for kind, axes, nbytes in sent:
             by_kind.setdefault((kind, axes), []).append(nbytes)
-        took = sum(
-            self.send(*kind, np.array(nbytes), np.zeros(len(nbytes), int)).sum()
-            for kind, nbytes in by_kind.items()
-        )
+        took = [
+            self.send(kind, axes, np.array(nbytes), np.zeros(len(nbytes), int)).sum()
+            for (kind, axes), nbytes in by_kind.items()
+        ]
         rates = self.prices.ideal.flops
         # They are divided over "model" already, as weights are.
         alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
         owned = sum(seconds_of(state, rates) for state in self.by_matrix)
-        return float(took), owned - alone * (1 - 1 / self.size(over))
+        return float(sum(took)), owned - alone * (1 - 1 / self.size(over))
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""
