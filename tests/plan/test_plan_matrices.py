@@ -93,9 +93,8 @@ def test_by_matrix_is_priced():
     assert fsdp.memory < alone.memory
     part = "what the optimiser sends"
     assert fsdp.parts[part] < usual["FSDP 8"].parts[part]
-    best = min(x.seconds for x in usual.values())
-    assert fsdp.seconds < best
-    assert min(found, key=lambda name: found[name].seconds) == "FSDP 8"
+    # It beats Optax as it is on each mesh.
+    assert fsdp.seconds < min(x.seconds for x in usual.values())
 
 
 @pytest.mark.parametrize(
