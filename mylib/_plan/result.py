@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
-from .._placement import no_mesh
+from .._placement import no_mesh, plan_in_force
 from .._text import listed, show_bytes, table
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
@@ -98,7 +98,8 @@ class Plan:
         `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
     - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
-        `"all"`.
+        `"all"`, or `"offload"` (products, in the host's memory).
+    - `micro_batches`: into how many the step cuts its batch.
     - `layers`: the classes of the layers.
     - `dtype`: the name of the dtype that layers compute in; None: that of the weights.
     - `arguments`, `results`: a rule for each argument by its name, and one for the results: where
@@ -130,6 +131,10 @@ class Plan:
     @property
     def policy(self) -> str:
         return self.applying.policy
+
+    @property
+    def micro_batches(self) -> int:
+        return self.applying.micro_batches
 
     @property
     def layers(self) -> tuple[type, ...]:
@@ -237,8 +242,14 @@ class Plan:
         return self._jit(make_all, tuple(place.at(1) for place in places))(*args)
 
     def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
+        def placed(*args: Any) -> Any:
+            with plan_in_force((self.applying.of_matrices, self._mesh)):
+                return make(*args)
+
         # Arguments, such as a key, may be on another mesh.
-        return filter_jit(make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh)
+        return filter_jit(
+            placed, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh
+        )
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.
@@ -308,7 +319,16 @@ class Plan:
         )
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
+            for name in (
+                "machine",
+                "axes",
+                "policy",
+                "micro_batches",
+                "saved",
+                "dtype",
+                "layers",
+                "memory",
+            )
             if ours[name] != theirs[name]
         ]
         for part in ("arguments", "used"):
