@@ -138,7 +138,7 @@ def test_the_diff_on_the_first_screen(tmp_path, checkout_env):
     assert "**five lines changed, same losses.**" in _pages.README.read_text(encoding="utf-8")
     script = _pages.ROOT / "examples" / "first_step.py"
     sharded = tmp_path / "sharded.py"
-    shown = "\nprint(len({s.index for s in model.layers[1].weight.addressable_shards}))\n"
+    shown = "\nprint(len({str(s.index) for s in model.layers[1].weight.addressable_shards}))\n"
     sharded.write_text(_changed(diff, script.read_text()) + shown)
     before, (*after, parts) = (
         printed_by(path, env=checkout_env).splitlines() for path in (script, sharded)
