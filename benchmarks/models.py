@@ -3,7 +3,7 @@
     python benchmarks/models.py --machine "h100 x 16" --write
     python benchmarks/models.py --machine "v5e 4x4" --only llama --write
 
-Prints a row for each model and strategy, and writes it into the table of benchmarks/results/models.md, whose
+Prints a row for each model and strategy, and writes it into benchmarks/results/models.md, whose
 other rows stay. Models have few layers and are narrow, so that a row takes about a minute; stacked
 layers are compiled once, however many there are. `--full` compiles what a program compiles itself.
 
