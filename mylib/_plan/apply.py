@@ -35,6 +35,8 @@ class Planned(Rule):
         return replace(self, depth=depth)
 
     def _path(self, leaf: Leaf) -> str | None:
+        # Not by `_belongs`, which also finds the weight of a leaf with further keys in its path, as
+        # of a moment: each array of the step has a place of its own, and one without must raise.
         starts = range(len(leaf.path) + 1) if self.depth is None else (self.depth,)
         ends = (jtu.keystr(leaf.path[start:]) for start in starts)
         return next((path for path in ends if path in self.specs), None)
