@@ -129,7 +129,7 @@ class MeshAxes(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "MeshAxes":
-        """Those of `'x'=2,'y'=4`."""
+        """The axes in `'x'=2,'y'=4`."""
         axes = _AXIS.findall(text)
         return cls(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 

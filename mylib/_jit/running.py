@@ -29,7 +29,7 @@ class Trace:
     kept: dict[int, NamedSharding] = field(default_factory=dict)
     # The code of functions traced inside of it, whose captured arrays become its own.
     nested: list[Any] = field(default_factory=list)
-    # Whether nobody has looked at the captured arrays.
+    # Whether the captured arrays haven't been checked yet.
     is_new: bool = True
     # What `mylib.watch` needs to find out only once.
     memo: list[Any] = field(default_factory=list)
@@ -203,7 +203,7 @@ def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:
 
 
 def _can_arrive(kept: NamedSharding, dtype: jnp.dtype) -> bool:
-    """Whether weights may be kept there, and arrive elsewhere without anybody's noticing."""
+    """Whether weights that are kept there can arrive elsewhere unnoticed."""
     # On Explicit axes the types say where arrays are.
     axes, types = split_over(kept), axis_types(kept.mesh)
     is_free = PartitionSpec.UNCONSTRAINED in kept.spec.partitions

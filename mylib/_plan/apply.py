@@ -101,7 +101,7 @@ class Applying:
         return Planned(self.used[model], self.called(model))
 
     def fixed_in(self, model: str) -> list[str]:
-        """Those of a model's weights that `kept=` fixes, by their path in it."""
+        """The paths of a model's weights that `kept=` fixes."""
         name, rest = self._named(model)
         fixed = self.fixed.get(name, ())
         return [path for path in self.used[model] if rest + path in fixed]

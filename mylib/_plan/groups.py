@@ -303,7 +303,7 @@ class _Apply:
         self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
-        """Of a checkpoint, or of the branches of a condition, of which all are counted."""
+        """A checkpoint, or the branches of a condition, all of which are counted."""
         called = jaxprs_in(self.eqn.source)
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]

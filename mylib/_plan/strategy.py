@@ -154,7 +154,7 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
     return ""
 
 
-# As many sets of groups are tried for the axis "model", those with most bytes first. A guess;
+# Try at most this many sets of groups for the axis "model", those with most bytes first. A guess;
 # benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
 # So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions". XLA has no

@@ -246,7 +246,7 @@ class TracedStep:
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
 
-# As many groups are combined, as there may be 2 ** 14 sets of them. The limit is a guess.
+# Combine at most this many groups: there may be 2 ** 14 sets of them. The limit is a guess.
 _MOST = 14
 
 
@@ -426,8 +426,8 @@ class LayerInput(NamedTuple):
 
 
 def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
-    """What all calls of layers have as their first argument; None if they differ, or if it is not
-    one array.
+    """The first argument that all calls of layers have in common; None if they differ, or if it is
+    not one array.
     """
     program, rows = traced.program, traced.rows
     weights = {x for leaf in traced.leaves if not leaf.is_data for x in leaf.groups}

@@ -53,7 +53,7 @@ Refusal = Callable[[Target], Iterator[Fault]]
 
 
 def _by_position(fun: Callable[P, R]) -> Callable[P, R]:
-    """Says how to call it, if the tree or the placement are given by name, as in Equinox."""
+    """Raises with the right call if the tree or the placement is given by name, as in Equinox."""
     code: Any = getattr(fun, "__code__")  # noqa: B009  # as type checkers know of none
     first, named = code.co_posonlyargcount, code.co_argcount + code.co_kwonlyargcount
     allowed = frozenset(code.co_varnames[first:named])
@@ -375,7 +375,7 @@ def _mark_crossings(rows: Sequence[Relocation], across: bool) -> None:
 
 
 def _label_placed(leaves: Leaves, rows: Sequence[Relocation], wanted: Sequence[Target]) -> None:
-    """Says in the arrays what has placed them, which processes without shards can't see."""
+    """Labels arrays with the call that placed them: processes without shards can't see it."""
     if jax.process_count() == 1:
         return
     calls: dict[Any, str] = {}

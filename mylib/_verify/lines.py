@@ -15,9 +15,9 @@ from .._lines import is_of_user
 from .._programs import at_shardings, bind_as, interpret, jaxprs_in, line_of, scan_of, scanned
 from .._text import listed
 
-# How many values are looked at in one run, and how often programs are run at most.
+# Compare at most this many values in one run, and run programs at most this many times.
 _AT_ONCE, _RUNS = 24, 10
-# How many lines that only one program has are told.
+# Name at most this many lines that only one program has.
 _ALONE = 2
 
 
@@ -96,8 +96,8 @@ class _Values:
             self.found[place] = x
 
 
-# Calls whose equations are looked at. Into others, such as `shard_map`, nobody looks: their
-# results are compared.
+# Calls whose equations are compared one by one. Of others, such as `shard_map`, only the results
+# are compared.
 _ENTERED = names.CALLS | {names.REMAT}
 
 
