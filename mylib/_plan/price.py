@@ -117,16 +117,20 @@ class Prices:
         self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in leaves])
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
+        self._links: dict[Any, float] = {}
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
+        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
+        self._hold(lives, groups_of)
+
+    def _hold(self, lives: Sequence[Live], groups_of: Callable[[Any], "_GroupsOfMany"]) -> None:
+        """Sets what is held, and when."""
         self.lives = groups_of(x.nodes for x in lives)
         self.live_bytes = np.array([float(x.bytes) for x in lives])
-        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
         # The moments are numbered; these are the numbers of all starts, and of all stops.
         # The peak is found by adding up changes, in an array with a place for each moment.
         _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
         self.starts, self.stops = moments.reshape(-1, 2).T
-        self._links: dict[Any, float] = {}
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
