@@ -35,6 +35,7 @@ ORDER = (
     "_lowered",
     "_advice",
     "_audit",
+    "_measured",
     "_show",
     "_transfer",
     "_links",
