@@ -66,9 +66,7 @@ class Flow:
 
     def scatters(self, bit: int) -> bool:
         """Whether this source is the result of a reduce-scatter."""
-        source = self.graph.sources[bit]
-        is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "reduce-scatter"
+        return self._kind(bit) == "reduce-scatter"
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""
@@ -77,14 +75,15 @@ class Flow:
             return True
         return transfer.first.adds
 
-    def reaching(self, mask: int, copies: bool = False) -> int:
+    def reaching(self, mask: int, copies: bool = False, permuted: bool = False) -> int:
         """All sources that values depend on, directly or through collectives; if `copies` only
-        those that they combine element by element.
+        those that they combine element by element, if `permuted` only through permutations.
         """
         reached, new = 0, mask
         while new:
             reached |= new
-            behind = joined([self.graph.into.get(b, NOTHING) for b in self.graph.sources_in(new)])
+            through = [b for b in self.graph.sources_in(new) if not permuted or self._permutes(b)]
+            behind = joined([self.graph.into.get(b, NOTHING) for b in through])
             new = (behind.near if copies else behind.any) & ~reached
         return reached
 
@@ -172,21 +171,16 @@ class Flow:
 
     def before_permutations(self, mask: int) -> int:
         """The sources of a value, with those of what is sent in place of permutations."""
-        sources, new = 0, mask
-        while new:
-            sources |= new
-            sent = [
-                self.graph.into[bit].any
-                for bit in self.graph.sources_in(new)
-                if bit in self.graph.into and self._is_permutation(bit)
-            ]
-            new = reduce(or_, sent, 0) & ~sources
-        return sum(1 << i for i in self.graph.sources_in(sources) if not self._is_permutation(i))
+        sources = self.graph.sources_in(self.reaching(mask, permuted=True))
+        return sum(1 << bit for bit in sources if not self._permutes(bit))
 
-    def _is_permutation(self, bit: int) -> bool:
+    def _permutes(self, bit: int) -> bool:
+        return self._kind(bit) == "collective-permute"
+
+    def _kind(self, bit: int) -> str:
+        """The kind of collective that a source is a result of; empty for others."""
         source = self.graph.sources[bit]
-        is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "collective-permute"
+        return self._transfers[source.number].kind if source.kind == "collective" else ""
 
     def sums(self, data: Iterable[int], places: Sequence[int]) -> Sums:
         """What adds up the data of devices, which are at these places along an axis: `data` are the

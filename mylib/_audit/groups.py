@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import AuditError
+from .hlo import numbers
 
 # Each row is a group: the positions of its devices in the program's list of devices.
 Groups = np.ndarray
@@ -21,7 +22,7 @@ _AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 def groups_of(text: str, devices: int) -> Groups:
     """The groups of a `replica_groups` attribute, in any of its spellings."""
     if text.startswith("{"):
-        rows = [_integers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
+        rows = [numbers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
         rows = rows or [list(range(devices))]
         if len({len(row) for row in rows}) != 1:
             raise AuditError(f"the groups are of different sizes: replica_groups={text}")
@@ -40,7 +41,7 @@ def groups_of(text: str, devices: int) -> Groups:
 
 def pairs_of(text: str, devices: int) -> Groups:
     """The pairs of a `source_target_pairs` attribute."""
-    pairs = np.array([_integers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
+    pairs = np.array([numbers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
     if not pairs.size:
         return np.zeros((0, 2), int)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.max() >= devices:
@@ -67,13 +68,9 @@ def rings_of(pairs: Groups) -> Groups | None:
     return np.array(rings) if len({len(ring) for ring in rings}) == 1 else None
 
 
-def _integers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n.strip()]
-
-
 def _of_iota(text: str) -> np.ndarray:
     """What `[4,2]<=[2,4]T(1,0)` stands for. Raises a `ValueError` if it stands for nothing."""
-    shape, dims, order = (_integers(part or "") for part in _matched(_IOTA, text).groups())
+    shape, dims, order = (numbers(part or "") for part in _matched(_IOTA, text).groups())
     devices = np.arange(math.prod(shape)).reshape(dims or shape)
     return devices.transpose(order or range(devices.ndim)).reshape(shape)
 
@@ -84,7 +81,7 @@ def _of_mesh(text: str) -> Groups:
     if not match["devices"]:
         return groups
     is_list = re.fullmatch(r"[\d, ]+", match["devices"])
-    ids = np.array(_integers(match["devices"])) if is_list else _of_iota(match["devices"])
+    ids = np.array(numbers(match["devices"])) if is_list else _of_iota(match["devices"])
     if ids.size != groups.size:
         raise ValueError(text)
     return ids.ravel()[groups]

@@ -65,8 +65,7 @@ class Array(NamedTuple):
         match = _TILED.match(self.layout)
         if match is None:
             return self.bytes
-        order = [int(n) for n in match["order"].split(",") if n]
-        tile = [int(n) for n in match["tile"].split(",")]
+        order, tile = numbers(match["order"]), numbers(match["tile"])
         sizes = [self.shape[i] for i in reversed(order)]
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         whole = sizes[: len(sizes) - len(tile)]
@@ -76,6 +75,11 @@ class Array(NamedTuple):
     @property
     def on_host(self) -> bool:
         return "S(5)" in self.layout
+
+
+def numbers(text: str) -> list[int]:
+    """The whole numbers in a text, without signs."""
+    return [int(n) for n in re.findall(r"\d+", text)]
 
 
 def bits_of(dtype: str) -> int:
@@ -90,7 +94,7 @@ def bits_of(dtype: str) -> int:
 def arrays_of(type_: str) -> list[Array]:
     """The arrays of a type, which may be a tuple."""
     return [
-        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), _known(layout))
+        Array(dtype, tuple(numbers(dims)), _known(layout))
         for dtype, dims, layout in _ARRAY.findall(type_)
     ]
 
@@ -192,7 +196,15 @@ class Instruction:
 
     def dims(self, name: str = "dimensions") -> list[int]:
         """The numbers in an attribute that it must have."""
-        return [int(n) for n in re.findall(r"\d+", self.attribute(name))]
+        return numbers(self.attribute(name))
+
+    @cached_property
+    def slices(self) -> list[range]:
+        """The indices that a slice takes of each dimension."""
+        bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", self.attribute("slice"))
+        if len(bounds) != len(self.arrays[0].shape):
+            raise AuditError(f"the bounds of {self} are not understood")
+        return [range(int(first), int(last), int(step or 1)) for first, last, step in bounds]
 
     @property
     def index(self) -> int:

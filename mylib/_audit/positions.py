@@ -97,8 +97,7 @@ class _Numbers:
         if len(x.operand(0).arrays[0].shape) != 1:
             return None
         if x.opcode == "slice":
-            bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice"))
-            return operands[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
+            return operands[0][:, x.slices[0]]
         starts = np.clip(operands[1], 0, operands[0].shape[1] - size)
         return np.take_along_axis(operands[0], starts + np.arange(size), 1)
 

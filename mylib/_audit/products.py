@@ -7,7 +7,7 @@ import re
 from .._errors import AuditError
 from .._products import meetings
 from .attribution import is_of_dot
-from .blocks import factors_of
+from .blocks import factors_of, labels_of
 from .hlo import Instruction
 from .values import Value, computed
 
@@ -84,12 +84,9 @@ def _convolution(x: Instruction) -> int:
         input, result = result, input
     if "BackwardFilter" in x.target:
         kernel, result = result, kernel
-    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
-    if labels is None:
-        raise AuditError(f"the dim_labels of {x} are not understood")
     lhs, rhs, out = (
         dict(zip(text, y.arrays[0].shape, strict=True))
-        for text, y in zip(labels.groups(), (input, kernel, result), strict=True)
+        for text, y in zip(labels_of(x), (input, kernel, result), strict=True)
     )
     # A channel may be split into two dimensions, the second of which is called `?`.
     size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]

@@ -4,7 +4,7 @@ Computations are entered where they are called, tuples taken apart, and collecti
 another instruction has started. What an operation does to values is for the subclass to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .collectives import Transfer
@@ -21,10 +21,15 @@ class Walk:
     nothing: Abstract
 
     def __init__(self, transfers: Sequence[Transfer]):
+        self.transfers = transfers
         # The transfers of each instruction, and the whole that each is a step of, with its number.
         self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
         self.channels: dict[tuple[str, str | None], Instruction] = {}
         self.evaluated: dict[tuple[str, object], object] = {}
+        # Where sums that are chains of permutations end, and the numbers of these.
+        self.ends = {id(x): i for i, whole in enumerate(transfers) for x in whole.ends}
+        self.ending: int | None = None  # of the end that is being evaluated
+        self.loops: list[Instruction] = []  # those that are being evaluated
         for i, whole in enumerate(transfers):
             for t in whole.members or (whole,):
                 self.sent.setdefault(id(t.first), []).append((i, whole, t))
@@ -45,6 +50,16 @@ class Walk:
         self, x: Instruction, inputs: list[Abstract], arguments: tuple[Abstract, ...]
     ) -> Abstract:
         """What stands for the result of an instruction."""
+        if id(x) not in self.ends:
+            return self._value(x, inputs, arguments)
+        self.ending = number = self.ends[id(x)]
+        value = self._value(x, inputs, arguments)
+        self.ending = None
+        return each(lambda one: self.ended(one, number), value)
+
+    def _value(
+        self, x: Instruction, inputs: list[Abstract], arguments: tuple[Abstract, ...]
+    ) -> Abstract:
         match x.opcode:
             case "parameter":
                 return arguments[int(x.rest)]
@@ -54,7 +69,10 @@ class Walk:
             case "tuple":
                 return tuple(inputs)
             case "while":
-                return self.loop(x, inputs[0])
+                self.loops.append(x)
+                value = self.loop(x, inputs[0])
+                self.loops.pop()
+                return value
             case "conditional":
                 branches = [
                     self.run(called, (argument,))
@@ -73,7 +91,7 @@ class Walk:
             ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
             return ends[0] if ends else self.unknown(inputs)
         if x.sends:
-            return self.collective(x, inputs)
+            return self._sent(x, inputs)
         if x.row.calls == "run":
             operands = operands_of_call(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
@@ -82,23 +100,36 @@ class Walk:
             return self.run(x.called, tuple(input_of[y.name] for y in operands))
         return self.computed(x, inputs)
 
-    def started(self, x: Instruction) -> Instruction | None:
-        """The instruction that has started a collective, which may be itself; None if each device
-        is alone in it.
-        """
+    def _sent(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+        # Another instruction may have started it.
         first = x if id(x) in self.sent else self.channels.get(_channel(x), x)
-        return first if id(first) in self.sent else None
+        if id(first) not in self.sent:  # each device alone
+            return inputs[0] if len(inputs) == 1 else tuple(inputs)
+        if any(whole.ends for _, whole, _ in self.sent[id(first)]):
+            return self.step(first, inputs)
+        return self.collective(x, first, inputs)
 
-    def given_so_far(self, x: Instruction, operand: Abstract) -> Abstract:
-        """What has been given to a collective that fusions go on with."""
-        return operand
+    # What a subclass says.
 
     def computed(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
         """The result of an operation of one device."""
         raise NotImplementedError
 
-    def collective(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+    def collective(self, x: Instruction, first: Instruction, inputs: list[Abstract]) -> Abstract:
+        """The result of a collective, which the instruction `first` has started."""
         raise NotImplementedError
+
+    def step(self, first: Instruction, inputs: list[Abstract]) -> Abstract:
+        """The result of a step of sums that are chains of permutations."""
+        raise NotImplementedError
+
+    def ended(self, value: Abstract, number: int) -> Abstract:
+        """What such a chain returns, if its last sum is this value."""
+        raise NotImplementedError
+
+    def given_so_far(self, x: Instruction, operand: Abstract) -> Abstract:
+        """What has been given to a collective that fusions go on with."""
+        return operand
 
     def loop(self, x: Instruction, carried: Abstract) -> Abstract:
         raise NotImplementedError
@@ -114,6 +145,18 @@ class Walk:
     def unknown(self, inputs: list[Abstract]) -> Abstract:
         """What is computed from these in a way that isn't understood."""
         raise NotImplementedError
+
+
+def each(change: Callable[..., Abstract], *values: Abstract) -> Abstract:
+    """Changes each array, or those at the same place of several values."""
+    if all(type(value) is tuple for value in values):
+        return tuple(each(change, *parts) for parts in zip(*values, strict=True))
+    return change(*values)
+
+
+def flat(value: Abstract) -> list[Abstract]:
+    """What stands for each array of a value."""
+    return [y for x in value for y in flat(x)] if type(value) is tuple else [value]
 
 
 def shaped(x: Instruction, value: Abstract) -> Abstract:
