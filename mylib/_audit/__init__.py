@@ -7,7 +7,7 @@ from .attribution import (
 )
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
-from .hlo import HloModule as HloModule
+from .hlo import Array as Array, HloModule as HloModule
 from .links import Message as Message, seconds as seconds
 from .memory import memory_of as memory_of
 from .report import (

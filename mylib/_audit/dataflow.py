@@ -234,11 +234,11 @@ class _Marking(Walk):
             carried = _with(after, joined([self.run(condition, (after,))]))
         return carried
 
-    def collective(self, x: Instruction, first: Instruction, inputs: list[Marks]) -> Marks:
+    def collective(self, x: Instruction, first: Instruction, inputs: list[Marks]) -> list[Marks]:
         sent = self.sent[id(first)]
         if len(inputs) == 1 and isinstance(inputs[0], Mark) and inputs[0].row:
             if x.does == "all-reduce":
-                return self._row(inputs[0], sent[0][0])
+                return [self._row(inputs[0], sent[0][0])]
         count = max(1, len(done_of(first).arrays))
         together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
@@ -246,10 +246,8 @@ class _Marking(Walk):
         for element in range(count):
             number = next((i for i, _, t in sent if element in t.elements), sent[0][0])
             operand = joined(inputs if together else inputs[element : element + 1])
-            results.append(
-                self._result(number, operand if first is x else NOTHING, 0 if is_chain else element)
-            )
-        return results[0] if count == 1 else tuple(results)
+            results.append(self._result(number, operand, 0 if is_chain else element))
+        return results
 
     def _result(
         self, number: int, operand: Mark, element: int = 0, part: tuple[int, int] | None = None

@@ -75,15 +75,17 @@ class Flow:
             return True
         return transfer.first.adds
 
-    def reaching(self, mask: int, copies: bool = False, permuted: bool = False) -> int:
-        """All sources that values depend on, directly or through collectives; if `copies` only
-        those that they combine element by element, if `permuted` only through permutations.
+    def reaching(
+        self, mask: int, copies: bool = False, through: Callable[[int], bool] = lambda bit: True
+    ) -> int:
+        """All sources that values depend on, directly or `through` collectives; if `copies` only
+        those that they combine element by element.
         """
         reached, new = 0, mask
         while new:
             reached |= new
-            through = [b for b in self.graph.sources_in(new) if not permuted or self._permutes(b)]
-            behind = joined([self.graph.into.get(b, NOTHING) for b in through])
+            passed = filter(through, self.graph.sources_in(new))
+            behind = joined([self.graph.into.get(bit, NOTHING) for bit in passed])
             new = (behind.near if copies else behind.any) & ~reached
         return reached
 
@@ -171,7 +173,7 @@ class Flow:
 
     def before_permutations(self, mask: int) -> int:
         """The sources of a value, with those of what is sent in place of permutations."""
-        sources = self.graph.sources_in(self.reaching(mask, permuted=True))
+        sources = self.graph.sources_in(self.reaching(mask, through=self._permutes))
         return sum(1 << bit for bit in sources if not self._permutes(bit))
 
     def _permutes(self, bit: int) -> bool:

@@ -76,7 +76,6 @@ class Sums(Walk):
         own[np.arange(self.devices), places] = 1
         self.own: np.ndarray = own
         self.zero: Rows = np.zeros(self.shape, int).tobytes()
-        self.held: dict[int, Forms] = {}
         # Products of what devices have not summed, by their `id`: of the model, not the optimiser.
         self.local_products: set[int] = set()
         # By the number of a collective, what is given to it.
@@ -85,9 +84,8 @@ class Sums(Walk):
         for i in data:
             arguments[i] = frozenset([Term(("parameter", i), own.tobytes())])
         result = self.run(module.entry, tuple(arguments))
-        self.results: list[Form] = (
-            [result] if isinstance(result, frozenset) else [*map(_one, result)]
-        )
+        results = result if type(result) is tuple else (result,)
+        self.results: list[Form] = [*map(_one, results)]
 
     def is_summed(self, form: Form) -> bool:
         """Whether a value has the data of all places, equally often."""
@@ -366,21 +364,14 @@ class Sums(Walk):
             for t in _one(inputs)
         )
 
-    def collective(self, x: Instruction, first: Instruction, inputs: list[Forms]) -> Forms:
-        if first is not x and id(first) in self.held:
-            self.held[id(x)] = self.held[id(first)]
-            return self.held[id(x)]
+    def collective(self, x: Instruction, first: Instruction, inputs: list[Forms]) -> list[Forms]:
         forms = [*map(_one, inputs)]
         (*_, (_, _, transfer)) = self.sent[id(first)]
         for number, _, _ in self.sent[id(first)]:
             self.given[number] = self.given.get(number, NONE).union(*forms)
-        kind = x.does
-        if kind == "all-to-all" and len(forms) > 1:
-            results = [self._picked(form, transfer, i) for i, form in enumerate(forms)]
-        else:
-            results = [self._one_sent(x, transfer, i, form) for i, form in enumerate(forms)]
-        self.held[id(x)] = results[0] if len(results) == 1 else tuple(results)
-        return self.held[id(x)]
+        if x.does == "all-to-all" and len(forms) > 1:
+            return [self._picked(form, transfer, i) for i, form in enumerate(forms)]
+        return [self._one_sent(x, transfer, i, form) for i, form in enumerate(forms)]
 
     def _one_sent(self, x: Instruction, transfer: Transfer, i: int, form: Form) -> Form:
         groups, kind = transfer.groups, x.does

@@ -81,12 +81,8 @@ def trips(loop: Instruction) -> int | None:
     step = _step(body, counter)
     if start is None or not step:
         return None
-    distance = limit - start if step > 0 else start - limit
-    if (direction, step > 0) in (("LE", True), ("GE", False)):
-        distance += 1
-    elif (direction, step > 0) not in (("LT", True), ("GT", False)):
-        return None
-    return max(0, -(-distance // abs(step)))
+    ends = {"LT": limit, "LE": limit + 1} if step > 0 else {"GT": limit, "GE": limit - 1}
+    return len(range(start, ends[direction], step)) if direction in ends else None
 
 
 def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:

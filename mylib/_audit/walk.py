@@ -26,6 +26,8 @@ class Walk:
         self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
         self.channels: dict[tuple[str, str | None], Instruction] = {}
         self.evaluated: dict[tuple[str, object], object] = {}
+        # The results of collectives, for the fusions that go on with them.
+        self.held: dict[int, Abstract] = {}
         # Where sums that are chains of permutations end, and the numbers of these.
         self.ends = {id(x): i for i, whole in enumerate(transfers) for x in whole.ends}
         self.ending: int | None = None  # of the end that is being evaluated
@@ -107,7 +109,10 @@ class Walk:
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         if any(whole.ends for _, whole, _ in self.sent[id(first)]):
             return self.step(first, inputs)
-        return self.collective(x, first, inputs)
+        if first is x or id(first) not in self.held:
+            results = self.collective(x, first, inputs)
+            self.held[id(first)] = results[0] if len(results) == 1 else tuple(results)
+        return self.held[id(first)]
 
     # What a subclass says.
 
@@ -115,8 +120,10 @@ class Walk:
         """The result of an operation of one device."""
         raise NotImplementedError
 
-    def collective(self, x: Instruction, first: Instruction, inputs: list[Abstract]) -> Abstract:
-        """The result of a collective, which the instruction `first` has started."""
+    def collective(
+        self, x: Instruction, first: Instruction, inputs: list[Abstract]
+    ) -> list[Abstract]:
+        """The results of a collective, which the instruction `first` has started."""
         raise NotImplementedError
 
     def step(self, first: Instruction, inputs: list[Abstract]) -> Abstract:
