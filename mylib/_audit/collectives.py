@@ -76,7 +76,7 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     runs = runs_of(module)
     single: list[Transfer] = []
     started: set[tuple[str, str | None]] = set()
-    repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
+    repeated: list[Instruction] = []
     for name, computation in module.computations.items():
         for x in computation.instructions:
             kind = _kind(x, local)
@@ -84,14 +84,13 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
                 continue
             if name not in runs:
                 raise AuditError(f"{x} moves data between devices for each pair of elements")
-            key = kind, x.attributes.get("channel_id")
             if _goes_on(x):
-                repeated.append((x, key))
+                repeated.append(x)
                 continue
-            started.add(key)
+            started.add(x.channel)
             single += _transfers(kind, x, runs[name], module.devices)
-    for x, key in repeated:
-        if key not in started:
+    for x in repeated:
+        if x.channel not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
     return chained(single)
 
@@ -273,18 +272,14 @@ def wire_bytes(kind: str, size: int, devices: int) -> int:
 
 
 def _groups(kind: str, x: Instruction, devices: int) -> Groups:
-    if kind == "collective-permute":
-        return pairs_of(_pairs(x), devices)
-    return groups_of(x.attribute("replica_groups"), devices)
-
-
-def _pairs(x: Instruction) -> str:
+    if kind != "collective-permute":
+        return groups_of(x.attribute("replica_groups"), devices)
     if x.does == "collective-permute":
-        return x.attribute("source_target_pairs")
+        return pairs_of(x.attribute("source_target_pairs"), devices)
     match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.text)
     if match is None:
         raise AuditError(f"{x} doesn't say which devices it moves data between")
-    return match[1]
+    return pairs_of(match[1], devices)
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
@@ -335,21 +330,22 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """Whether the devices of a group take parts of an array, all that there are. Each part may be
     taken by several of them: by those of other axes.
     """
-    if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
+    if not _takes_own_part(x, whole):
         return False
     (part,), (array,) = x.arrays, whole.arrays
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
     if any(start is None for start in starts):
         # The place may be in a table, and those of more than ten devices are not in the text.
-        evenly = array.size == part.size * groups.shape[1]
-        return evenly and any(map(_depends_on_device, x.inputs()[1:]))
+        return array.size == part.size * groups.shape[1]
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
     parts = {len(np.unique(each, axis=0)) for each in where}
     return len(parts) == 1 and 1 < min(parts) == array.size / part.size
 
 
-def _depends_on_device(x: Instruction) -> bool:
-    return any(y.row.of_device for y in behind([x], inputs_here))
+def _takes_own_part(x: Instruction, whole: Instruction) -> bool:
+    """Whether a device takes a part of an array, at a place that depends on the device."""
+    is_part = x.opcode == "dynamic-slice" and x.operands[0] == whole.name
+    return is_part and any(y.row.of_device for y in behind(x.inputs()[1:], inputs_here))
 
 
 def is_split_again(transfer: Transfer) -> bool:
@@ -360,12 +356,7 @@ def is_split_again(transfer: Transfer) -> bool:
     if transfer.kind != "all-gather":
         return False
     ends = [end for result in transfer.results for end in _ends(result)]
-    return bool(ends) and all(
-        x.opcode == "dynamic-slice"
-        and x.operands[0] == whole.name
-        and any(map(_depends_on_device, x.inputs()[1:]))
-        for whole, x in ends
-    )
+    return bool(ends) and all(_takes_own_part(x, whole) for whole, x in ends)
 
 
 def is_overlapped(transfer: Transfer) -> bool:

@@ -239,7 +239,7 @@ class _Marking(Walk):
         if len(inputs) == 1 and isinstance(inputs[0], Mark) and inputs[0].row:
             if x.does == "all-reduce":
                 return [self._row(inputs[0], sent[0][0])]
-        count = max(1, len(done_of(first).arrays))
+        count = len({element for *_, t in sent for element in t.elements})
         together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
         results: list[Mark] = []

@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) "
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
-_FORM = re.compile(r"(.*?)(?:-(start|update|done))?")
+_FORMS = ("start", "update", "done")
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
@@ -125,7 +125,8 @@ class Instruction:
         self.form: str
         self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
         # `-start`, `-update` and `-done` are forms of an opcode.
-        self.does, self.form = _form(self.opcode)
+        does, _, form = self.opcode.rpartition("-")
+        self.does, self.form = (does, form) if form in _FORMS else (self.opcode, "")
         end = _closing(rest)
         self.rest: str = rest[:end]  # the text in the parentheses
         self.text: str = rest[end + 1 :]
@@ -207,6 +208,11 @@ class Instruction:
         return [range(int(first), int(last), int(step or 1)) for first, last, step in bounds]
 
     @property
+    def channel(self) -> tuple[str, str | None]:
+        """What all instructions of one collective have in common."""
+        return self.does, self.attributes.get("channel_id")
+
+    @property
     def index(self) -> int:
         """Which element of a tuple it takes."""
         text = self.attribute("index")
@@ -245,14 +251,6 @@ class Instruction:
 
     def __repr__(self) -> str:
         return f"%{self.name} = {self.type} {self.opcode}(...) in %{self.computation.name}"
-
-
-@lru_cache(maxsize=1000)
-def _form(opcode: str) -> tuple[str, str]:
-    """An opcode without its form, and that."""
-    match = _FORM.fullmatch(opcode)
-    assert match is not None
-    return match[1], match[2] or ""
 
 
 def attributes_of(text: str, of: object) -> dict[str, str]:
@@ -443,11 +441,9 @@ class HloModule:
 
     def _stack(self, frame: int) -> list[str]:
         if frame not in self._stacks:
-            lines: list[str] = []
-            self._stacks[frame] = lines
             entry = self._fields("StackFrames", frame)
             path, line = self._line(entry.get("file_location_id", 0))
-            lines += [f"{path}:{line}"] if path else []
+            lines = self._stacks[frame] = [f"{path}:{line}"] if path else []
             # The text numbers parents from 1, and 1 means none.
             lines += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]

@@ -48,7 +48,7 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
         for member in members:
             for x in _outermost(member.first):
                 begins.setdefault(id(x), []).append(Begin(number, share))
-                done = later.get(_key(member.first), x) if x is not member.first else member.done
+                done = later.get(member.first.channel, x) if x is not member.first else member.done
                 end = done if member.asynchronous else x
                 ends.setdefault(id(end), []).append(End(number))
     return begins, ends
@@ -63,14 +63,10 @@ def _outermost(x: Instruction) -> Iterator[Instruction]:
         yield from _outermost(caller)
 
 
-def _key(x: Instruction) -> tuple[str, str | None]:
-    return x.opcode, x.attributes.get("channel_id")
-
-
 def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
     """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
     for x in module.instructions():
         if x.row.window == "end":
             for y in x.inputs():
                 if "channel_id" in y.attributes:
-                    yield from ((_key(y), caller) for caller in _outermost(x))
+                    yield from ((y.channel, caller) for caller in _outermost(x))

@@ -168,20 +168,15 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"the shares that {', '.join(missing)} reach on {chip.name} are not known (`reached` "
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
-    shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:2], *shares), assumed
+    shares = {f"of_{name}": chip.reached.get(name, like.reached[name]) for name in _SHARES}
+    return ideal, ideal._replace(**shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
     """With the lowest share that is known of any chip in the place of one that is not."""
     known = [x.reached for x in CHIPS.values()]
-    lowest = {name: min(x[name] for x in known if name in x) for name in _SHARES}
-    given = (real.of_products, real.of_kernels, real.of_memory)
-    shares = (
-        share if name in chip.reached else lowest[name]
-        for name, share in zip(_SHARES, given, strict=True)
-    )
-    return Speed(*real[:2], *shares)
+    missing = [name for name in _SHARES if name not in chip.reached]
+    return real._replace(**{f"of_{n}": min(x[n] for x in known if n in x) for n in missing})
 
 
 _SHARES = "products", "kernels", "memory"

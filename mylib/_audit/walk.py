@@ -36,7 +36,7 @@ class Walk:
             for t in whole.members or (whole,):
                 self.sent.setdefault(id(t.first), []).append((i, whole, t))
                 if "channel_id" in t.first.attributes:
-                    self.channels.setdefault(_channel(t.first), t.first)
+                    self.channels.setdefault(t.first.channel, t.first)
 
     def run(self, computation: Computation, arguments: tuple[Abstract, ...]) -> Abstract:
         key = computation.name, arguments
@@ -104,7 +104,7 @@ class Walk:
 
     def _sent(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
         # Another instruction may have started it.
-        first = x if id(x) in self.sent else self.channels.get(_channel(x), x)
+        first = x if id(x) in self.sent else self.channels.get(x.channel, x)
         if id(first) not in self.sent:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         if any(whole.ends for _, whole, _ in self.sent[id(first)]):
@@ -169,7 +169,3 @@ def flat(value: Abstract) -> list[Abstract]:
 def shaped(x: Instruction, value: Abstract) -> Abstract:
     """This value for each array of a result."""
     return (value,) * len(x.arrays) if x.type.startswith("(") else value
-
-
-def _channel(x: Instruction) -> tuple[str, str | None]:
-    return x.does, x.attributes.get("channel_id")
