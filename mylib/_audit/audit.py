@@ -98,7 +98,7 @@ def audit(
         )
     if lowered is not None:
         program = lowered.compile()
-    if hasattr(program, "audit"):
+    if hasattr(program, "audit"):  # one of ours knows its arguments' names, and its mesh
         return program.audit(mesh=mesh, local=local)
     text_or_compiled = getattr(program, "compiled", program)
     if not isinstance(text_or_compiled, str | jax.stages.Compiled):
@@ -188,6 +188,7 @@ def report_of(
             f"the program runs on {module.devices} devices, and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}"
         )
+    # Meshes of the program's arrays come first: those in its text may have the compiler's names.
     candidates = candidates or [x for x in axes_in(module.text) if x.size == module.devices]
     sent = transfers(module, frozenset(local))
     flow = Flow(module, sent)
@@ -219,6 +220,7 @@ def _share(work: Work, traced: Any, devices: int) -> float | None:
     if total is None or not total.products or total.factors:
         return None
     share = sum(work.flops.values()) / (2 * total.products)
+    # A guess: less than 2 % may be missing, such as products that the compiler has simplified.
     return share if share * devices > 0.98 else None
 
 

@@ -49,6 +49,7 @@ def after_move(x: Instruction, at: At) -> At | None:
 
 
 def _reshaped(before: Sequence[int], after: Sequence[int], at: At) -> At | None:
+    # In elements of the flat array; then the innermost dimension in which they are whole steps.
     stride = at.stride * math.prod(before[at.dim + 1 :])
     for dim in reversed(range(len(after))):
         inner = math.prod(after[dim + 1 :])
@@ -64,6 +65,7 @@ def _order(array: Array) -> list[int]:
 
 
 def _bitcast(before: Array, after: Array, at: At) -> At | None:
+    # It is a reshape of what lies in memory.
     old, new = _order(before), _order(after)
     shapes = [before.shape[i] for i in old], [after.shape[i] for i in new]
     moved = _reshaped(*shapes, at._replace(dim=old.index(at.dim)))

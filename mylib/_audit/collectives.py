@@ -136,6 +136,7 @@ def _transfers(
     groups = _groups(kind, x, devices)
     if (groups == groups[:, :1]).all():
         return  # each device alone
+    # What `send` returns is a context and a token, too; of a reduce-scatter the operand tells more.
     arrays = tuple(done_of(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
     if x.form == "start" and done_of(x) is x:
         raise AuditError(f"nothing waits for {x}")
@@ -195,13 +196,14 @@ def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
     for body, steps in by_body.items():
         match = _WINDOWED.search(body.name)
         if match is None or len(body.callers) != 1:
-            continue
+            continue  # permutations of the function's own, which are told as they are
         (loop,) = body.callers
         near = [t for t in by_body.get(loop.computation, ()) if _touches(t, loop)]
         members, turns = [*near, *steps], trips(loop)
         if not turns or any(t.times is None for t in members):
             continue
         sent = len(near) + turns * len(steps)
+        # One before or behind the loop is a turn that is peeled off, or sends the last part home.
         whole = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
         if whole is not None:
             yield replace(
@@ -244,6 +246,7 @@ def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
         if not members or any(steps[i].bytes != members[-1].bytes for i in ring):
             continue
         whole = _as_one(members, members[-1], "reduce-scatter", len(members), len(ring))
+        # A step less than devices, or one more that brings the sum to its own device.
         if whole is not None and abs(len(ring) - whole.groups.shape[1]) <= 1:
             seen.update(ring)
             yield replace(whole, ends=(end,))
@@ -304,6 +307,7 @@ def _is_scattered(x: Instruction, elements: list[Instruction], groups: Groups) -
     ends = [end for element in elements for end in _ends(element)]
     if not ends or not all(_takes_share(end, whole, groups) for whole, end in ends):
         return None
+    # Compilers send such a fusion as a reduce-scatter; the two apart as an all-reduce.
     fused = all(end.computation is x.computation for _, end in ends)
     return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
 

@@ -20,7 +20,6 @@ from .collectives import Transfer
 from .hlo import HloModule, Instruction
 from .opcodes import Likeness
 from .positions import positions
-from .values import done_of
 from .walk import Walk, each, flat, shaped
 
 
@@ -202,6 +201,7 @@ class _Marking(Walk):
             of_model = phase not in ("", UNKNOWN) or not self.phased
             product = mark.any if of_model else mark.product
             return shaped(x, Mark(mark.any, self.graph.made, product))
+        # Rows of a table are made anew, as a product with one would be.
         if x.does == "gather" and not joined(inputs[:1]).product:
             return shaped(x, Mark(mark.any, self.graph.made, mark.product))
         data = inputs[: row.data]
@@ -227,6 +227,7 @@ class _Marking(Walk):
 
     def loop(self, x: Instruction, carried: Marks) -> Marks:
         condition, body = x.calls
+        # It ends, as sets only grow.
         before: Marks = None
         while carried != before:
             before = carried
@@ -239,6 +240,7 @@ class _Marking(Walk):
         if len(inputs) == 1 and isinstance(inputs[0], Mark) and inputs[0].row:
             if x.does == "all-reduce":
                 return [self._row(inputs[0], sent[0][0])]
+        # An all-to-all of several operands gives each device parts of all of them.
         count = len({element for *_, t in sent for element in t.elements})
         together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
@@ -292,6 +294,7 @@ class _Marking(Walk):
         return value if position is None else position
 
     def _position(self, numbers: np.ndarray) -> Mark:
+        # Which devices have the same, whatever it is: places in several arrays are one source then.
         labels = np.unique(numbers, return_inverse=True)[1].reshape(-1)
         if not labels.any():
             return NOTHING

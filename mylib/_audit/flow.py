@@ -126,7 +126,7 @@ class Flow:
                     labels[bit] = np.array(source.labels)
                 case "collective":
                     labels[bit] = np.zeros(self.devices, int)
-                case _:
+                case _:  # unknown, so different on all
                     labels[bit] = np.arange(self.devices)
 
         def joined(mask: int) -> Labels:
@@ -152,13 +152,14 @@ class Flow:
         kind = transfer.kind if transfer.members else transfer.first.sends
         if kind == "collective-permute":
             return _moved(groups, before)
-        if transfer.members and kind == "all-gather":
+        if transfer.members and kind == "all-gather":  # in a turn each device has another part
             return np.arange(self.devices)
         grouped = before[groups]
-        if kind in ("all-reduce", "reduce-scatter"):
+        if kind in ("all-reduce", "reduce-scatter"):  # sums of the same in any order
             grouped = np.sort(grouped, 1)
         each = np.unique(grouped, axis=0, return_inverse=True)[1].reshape(-1)
         rows = np.repeat(each[:, None], groups.shape[1], 1)
+        # Of others each device of a group has its own part.
         if kind not in ("all-reduce", "all-gather", "broadcast"):
             rows = rows * groups.shape[1] + np.arange(groups.shape[1])
         labels = np.zeros(self.devices, int)

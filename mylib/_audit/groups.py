@@ -23,7 +23,7 @@ def groups_of(text: str, devices: int) -> Groups:
     """The groups of a `replica_groups` attribute, in any of its spellings."""
     if text.startswith("{"):
         rows = [numbers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
-        rows = rows or [list(range(devices))]
+        rows = rows or [list(range(devices))]  # `{}` is one group of all
         if len({len(row) for row in rows}) != 1:
             raise AuditError(f"the groups are of different sizes: replica_groups={text}")
         groups = np.array(rows)
@@ -98,6 +98,7 @@ def _along_parts(sizes: Sequence[int], parts: Sequence[tuple[int, int, int]]) ->
         place = others[axis] // apart % size
         inside = inside * size + place
         others[axis] -= place * apart
+    # Devices of one group differ only inside; the last key is the first that is sorted by.
     order = np.lexsort((inside, *others[::-1]))
     return order.reshape(-1, math.prod(size for *_, size in parts))
 
@@ -168,6 +169,7 @@ class Axes(NamedTuple):
         """The names of a group that has only parts of some axes."""
         chosen: list[tuple[int, int, int]] = []
         for i in axes:
+            # By the first group. Whether the others lie alike is checked with the names found.
             at = np.unique(np.unravel_index(groups[0], self.sizes)[i])
             if len(at) == 1 or self.sizes[i] % (len(at) * (at[1] - at[0])):
                 return ()

@@ -507,7 +507,7 @@ def _in_order(x: Instruction, named: list[tuple[str, str]]) -> list[str]:
     if x.row.calls == "loop":
         types = {name: module.computations[name].result.type for name in names}
         tests = [name for name in names if types[name].startswith("pred[]")]
-        if len(tests) == 1:
+        if len(tests) == 1:  # a body returns it, too, only if it is all that the loop carries
             return [*tests, *(name for name in names if name not in tests)]
         order = "condition", "body"
     elif x.row.calls == "branch" and len({attribute for attribute, _ in named}) > 1:

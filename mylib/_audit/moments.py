@@ -44,10 +44,12 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
     for number, whole in enumerate(sent):
         members = whole.members or (whole,)
         runs = sum(member.times or 1 for member in members)
+        # The steps of a chain send equal parts of it.
         share = (whole.times or 1) / runs
         for member in members:
             for x in _outermost(member.first):
                 begins.setdefault(id(x), []).append(Begin(number, share))
+                # In a fusion it has no end of its own: it ends with the fusion, or a later one.
                 done = later.get(member.first.channel, x) if x is not member.first else member.done
                 end = done if member.asynchronous else x
                 ends.setdefault(id(end), []).append(End(number))

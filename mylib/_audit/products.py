@@ -43,6 +43,7 @@ def _unknown(x: Instruction) -> None:
 
 def _multiplied(x: Instruction) -> int:
     """Compilers take products apart: those with a vector, and those that add nothing."""
+    # A single number is a scale.
     return x.arrays[0].size if is_of_dot(x) and x.arrays[0].size > 1 else 0
 
 
@@ -117,6 +118,7 @@ def _attention(x: Instruction) -> int | None:
 
 
 def _cholesky(x: Instruction) -> int:
+    # n^3 / 3 operations, two to a product. So below: n^2 for each column.
     array = x.operand(0).arrays[0]
     return array.size * array.shape[-1] // 6
 

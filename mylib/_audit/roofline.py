@@ -101,6 +101,7 @@ def estimate(
     slowest = _slowest(machine.chip, real)
     most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     low = max(low, communication)
+    # The bounds ignore the order in which things run; the estimate goes through the schedule.
     total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
     return Estimate(
         seconds=total,
@@ -136,6 +137,7 @@ def played(
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
     count = math.prod(axes.values())
+    # A program for one device runs on one of any machine.
     if count not in (1, machine.count):
         mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(

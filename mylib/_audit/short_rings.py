@@ -25,6 +25,7 @@ def rings_in(
     before = {i: _sources(steps[i][0], number) for i in number.values()}
     inner = {j for sources in before.values() for j in sources}
     ends: dict[Instruction, list[int]] = {}
+    # A ring ends at a step that no other one sends on.
     for i in before.keys() - inner:
         for user in steps[i][1].users:
             if _adds(user, steps[i][1]):
@@ -45,7 +46,7 @@ def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
             sources.append(number[id(x)])
         elif _is_moved(x):
             queue += [(y, summed) for y in x.inputs()]
-        elif not summed:
+        elif not summed:  # each step adds once to what it sends on
             queue += [(y, True) for y in x.inputs() if _adds(x, y)]
     return sources
 

@@ -61,6 +61,7 @@ def _times(a: int | None, b: int | None) -> int | None:
 
 def trips(loop: Instruction) -> int | None:
     """How often the body of a loop runs, or None if that can't be read from the program."""
+    # The compilers for CPUs and GPUs state it. That for TPUs doesn't.
     stated = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if stated is not None:
         return int(stated[1])
@@ -71,7 +72,7 @@ def trips(loop: Instruction) -> int | None:
     left, right = (Value(x) for x in test.inputs())
     direction = test.attribute("direction")
     limit = constant(right)
-    if limit is None:
+    if limit is None:  # the constant may be on the left
         left, right, limit = right, left, constant(left)
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "")
     counter = _carried(left, condition)
@@ -141,6 +142,7 @@ def before(value: Value) -> Value | None:
             return _argument(x, path)
         case "while" if _is_invariant(x, path):
             return Value(x.operand(0), path)
+    # The first result of such a start is the operand of the collective that it goes on with.
     if x.row.window == "start" and path == (0,):
         return Value(x.operand(0).operand(0))
     if x.row.calls == "run" and x.form != "update":
@@ -195,6 +197,7 @@ def _waiting(x: Instruction) -> Iterator[Instruction]:
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     """Whether a loop leaves an element of its carry unchanged."""
     _, body = loop.calls
+    # Loops in loops ask this of each other, so that it could take long.
     for made_by, source in islice(unchanged(Value(body.result, path)), 100):
         if made_by.opcode == "parameter" and made_by.computation is body:
             return source == path

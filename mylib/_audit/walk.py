@@ -39,6 +39,7 @@ class Walk:
                     self.channels.setdefault(t.first.channel, t.first)
 
     def run(self, computation: Computation, arguments: tuple[Abstract, ...]) -> Abstract:
+        # Layers that are alike share a computation, and loops run theirs again.
         key = computation.name, arguments
         if key not in self.evaluated:
             values: dict[str, Abstract] = {}
@@ -97,6 +98,7 @@ class Walk:
         if x.row.calls == "run":
             operands = operands_of_call(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
+            # An update that comes later brings the operands: see `operands_of_call`.
             if any(y.name not in input_of for y in operands):
                 return self.unknown(inputs)
             return self.run(x.called, tuple(input_of[y.name] for y in operands))

@@ -180,7 +180,7 @@ def _read_of_operand(x: Instruction, index: int) -> int:
     if index == 0 and x.row.takes:
         return sum(array.padded_bytes for array in done_of(x).arrays)
     if index == 0 and x.row.puts is not None:
-        return 0
+        return 0  # an update is written in place
     if x.does == "fusion":
         return _uses(x.called.parameters[index])
     return sum(array.padded_bytes for array in x.operand(index).arrays)
@@ -195,6 +195,7 @@ def _uses(x: Instruction) -> int:
         if user.row.lazy:
             total += _uses(user)
         elif not _sends(user) and user.opcode != "tuple":
+            # One that takes a value twice reads it once.
             places = [i for i, name in enumerate(user.operands) if name == x.name]
             total += max(_read_of_operand(user, i) for i in places)
     return total
@@ -236,5 +237,6 @@ def _sends(x: Instruction) -> bool:
 @functools.lru_cache(maxsize=10_000)
 def _bytes(array: Array) -> int:
     """The bytes of an array in the device's memory: 0 in a TPU's on-chip memory, or on a host."""
+    # Only the TPU's layouts have tiles. On GPUs `S(1)` is a part of the same memory.
     on_chip = "T(" in array.layout and "S(" in array.layout
     return 0 if on_chip or array.on_host else array.padded_bytes

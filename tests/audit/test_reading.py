@@ -347,6 +347,9 @@ def test_send_and_receive():
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.axes, only.bytes) == ("collective-permute", ("d",), 32)
+    # Besides what is sent, `send` returns a context and a token.
+    flow = mylib.audit(text, mesh=MESH).flow
+    assert [flow.array(bit).shape for bit in flow.graph.into] == [(8,)]
     to_host = text.replace("send(%x, %t),", "send(%x, %t), is_host_transfer=true,")
     assert mylib.audit(to_host, mesh=MESH).collectives == ()
     with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
