@@ -16,6 +16,8 @@ from .report import (
     Parameter as Parameter,
     Report as Report,
     bytes_of as bytes_of,
+    no_mesh as no_mesh,
+    size_of as size_of,
     sums_each_turn as sums_each_turn,
     times_of as times_of,
     what_of as what_of,

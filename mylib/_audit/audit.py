@@ -119,23 +119,17 @@ def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]
     leaves = jtu.tree_flatten_with_path(tree)[0]
     paths = [path for path, x in leaves if is_array(x, abstract=True)]
     donated = _donated(fun, bound.args[:1], arrays)
-    given: list[Any] = [x if gives else None for x, gives in zip(arrays, donated, strict=True)]
-    kept: list[Any] = [None if gives else x for x, gives in zip(arrays, donated, strict=True)]
 
-    def called(given: list[Any], kept: list[Any]) -> tuple[Made]:
-        arrays = [y if x is None else x for x, y in zip(given, kept, strict=True)]
+    def called(*arrays: Any) -> tuple[Made]:
         function, bound.arguments = rest.fill(arrays)
         # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
         return (Made.of(function(*bound.args, **bound.kwargs)),)
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-    name_of = {
-        f"{'given' if gives else 'kept'}[{i}]": _called(path)
-        for i, (path, gives) in enumerate(zip(paths, donated, strict=True))
-    }
-    traced = jax.jit(called, donate_argnums=0).trace(given, kept)
-    return traced, lambda name: name_of.get(name, name)
+    name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
+    given = [i for i, gives in enumerate(donated) if gives]
+    return jax.jit(called, donate_argnums=given).trace(*arrays), lambda x: name_of.get(x, x)
 
 
 def _donated(fun: Any, first: Any, arrays: Sequence[Any]) -> list[bool]:

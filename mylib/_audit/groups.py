@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -126,10 +126,13 @@ class Axes(NamedTuple):
         return cls(tuple(map(str, mesh.axis_names)), tuple(mesh.axis_sizes))
 
     @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int]) -> "Axes":
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
     def read(cls, text: str) -> "Axes":
         """Those of `'x'=2,'y'=4`."""
-        axes = _AXIS.findall(text)
-        return cls(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
+        return cls.of_sizes({name: int(size) for name, size in _AXIS.findall(text)})
 
     @property
     def size(self) -> int:

@@ -52,7 +52,7 @@ class Message(NamedTuple):
 
 def seconds(message: Message, axes: Mapping[str, int], machine: Machine) -> tuple[float, str]:
     """How long a collective takes once, and what is assumed about its links."""
-    mesh = Axes(tuple(axes), tuple(axes.values()))
+    mesh = Axes.of_sizes(axes)
     if machine.chip.platform == "tpu":
         return _on_torus(message, mesh, machine)
     return _on_hosts(message, mesh, machine)

@@ -171,13 +171,9 @@ class Report:
             return of_kind
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if not self.axes and of_kind:
-            raise AuditError(
-                f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
-                "mylib.audit"
-            )
-        unknown = [name for name in names if axis_of(name) not in self.axes]
-        if unknown and self.axes:
-            raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
+            raise no_mesh(self)
+        for name in names if self.axes else ():
+            size_of(self, axis_of(name))
         return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine) -> Estimate:
@@ -200,7 +196,7 @@ class Report:
         """
         _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
-            raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
+            raise no_mesh(self)
         sent = [
             Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
@@ -252,6 +248,20 @@ def _check_sheet(machine: Machine) -> None:
 
 
 Contract = Callable[[Report], Sequence[str]]
+
+
+def no_mesh(report: Report) -> AuditError:
+    return AuditError(
+        f"the mesh of {report.name} is not known: its devices have no names. Pass mesh= to "
+        "mylib.audit"
+    )
+
+
+def size_of(report: Report, axis: str) -> int:
+    """The number of devices along an axis, which there must be."""
+    if axis not in report.axes:
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
+    return report.axes[axis]
 
 
 def bytes_of(collectives: Iterable[Collective]) -> int:

@@ -17,13 +17,15 @@ from .._audit import (
     Parameter,
     Report,
     axis_of,
+    no_mesh,
+    size_of,
     sums_each_turn,
     times_of,
 )
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
-from ._roles import Roles, axes_of, parts, size_of
+from ._roles import Roles, axes_of, parts
 from ._text import Violation, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
@@ -87,7 +89,7 @@ class Judged:
                 f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
                 "as a tree like the model"
             )
-        self.mesh = Axes(tuple(report.axes), tuple(report.axes.values()))
+        self.mesh = Axes.of_sizes(report.axes)
         self.groups: Groups = self.mesh.groups([axis])
 
     def fault(self, number: int, text: str) -> Violation:
@@ -246,7 +248,7 @@ class Judged:
         trained = self.flow.reaching(reduce(or_, results, 0))
         for number, c in enumerate(self.report.collectives):
             if c.axes is None:
-                raise AuditError(f"the mesh of {self.report.name} is not known: pass mesh=")
+                raise no_mesh(self.report)
             if not self._goes_over(c):
                 continue
             for bit in self.flow.sources_of[number]:

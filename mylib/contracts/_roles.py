@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .._audit import Parameter, Report
+from .._audit import Parameter, Report, size_of
 from .._belongs import Owner, Owners
 from .._errors import AuditError
 from .._tree import parts_in
@@ -149,10 +149,3 @@ def parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
     """The number of parts that these axes split it into."""
     split = axes_of(p)
     return math.prod(size_of(report, axis) for axis in over if axis in split)
-
-
-def size_of(report: Report, axis: str) -> int:
-    """The number of devices along an axis."""
-    if axis not in report.axes:
-        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
-    return report.axes[axis]
