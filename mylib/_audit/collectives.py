@@ -77,18 +77,17 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     single: list[Transfer] = []
     started: set[tuple[str, str | None]] = set()
     repeated: list[Instruction] = []
-    for name, computation in module.computations.items():
-        for x in computation.instructions:
-            kind = _kind(x, local)
-            if kind is None:
-                continue
-            if name not in runs:
-                raise AuditError(f"{x} moves data between devices for each pair of elements")
-            if _goes_on(x):
-                repeated.append(x)
-                continue
-            started.add(x.channel)
-            single += _transfers(kind, x, runs[name], module.devices)
+    for x in module.instructions():
+        kind, name = _kind(x, local), x.computation.name
+        if kind is None:
+            continue
+        if name not in runs:
+            raise AuditError(f"{x} moves data between devices for each pair of elements")
+        if _goes_on(x):
+            repeated.append(x)
+            continue
+        started.add(x.channel)
+        single += _transfers(kind, x, runs[name], module.devices)
     for x in repeated:
         if x.channel not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
@@ -124,7 +123,7 @@ def _goes_on(x: Instruction) -> bool:
     """Whether this repeats a collective that another instruction has started. The TPU's compiler
     writes it into each fusion that runs in the meantime.
     """
-    if not x.operands or not any(c.opcode == "fusion" for c in x.computation.callers):
+    if not x.operands or not x.computation.fusions:
         return False
     copies = unchanged(Value(x.operand(0)))
     return any(value.made_by.row.window == "start" for value in copies)
@@ -145,28 +144,24 @@ def _transfers(
 
     asynchronous = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
     asynchronous = asynchronous or _is_started_by_fusion(x)
-    per_group = groups.shape[1]
-    elements = _elements(done_of(x), len(arrays))
-    results = tuple(y for several in elements for y in several)
-    sent = wire_bytes(kind, sum(array.bytes for array in arrays), per_group)
-    numbers = tuple(range(len(arrays)))
-    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", asynchronous, results, numbers)
-    if kind != "all-reduce":
-        yield transfer
-        return
     # A combined all-reduce is split up: gradients may be sharded, and the loss not.
+    elements = _elements(done_of(x), len(arrays))
     by_use: dict[bool | None, list[int]] = {}
     for i, users in enumerate(elements):
-        by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
+        fused = _is_scattered(x, users, groups) if kind == "all-reduce" else None
+        by_use.setdefault(fused, []).append(i)
     for fused, indices in by_use.items():
         part = tuple(arrays[i] for i in indices)
-        sent_as = "reduce-scatter" if fused else "all-reduce"
-        yield replace(
-            transfer,
-            kind="all-reduce" if fused is None else "reduce-scatter",
+        sent_as = "reduce-scatter" if fused else kind
+        yield Transfer(
+            kind=kind if fused is None else "reduce-scatter",
+            first=x,
+            runs=runs,
+            groups=groups,
             arrays=part,
-            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in part), per_group),
+            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in part), groups.shape[1]),
             spelling=_SPELLINGS[fused],
+            asynchronous=asynchronous,
             results=tuple(y for i in indices for y in elements[i]),
             elements=tuple(indices),
         )
@@ -309,7 +304,7 @@ def _is_scattered(x: Instruction, elements: list[Instruction], groups: Groups) -
         return None
     # Compilers send such a fusion as a reduce-scatter; the two apart as an all-reduce.
     fused = all(end.computation is x.computation for _, end in ends)
-    return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
+    return fused and bool(x.computation.fusions)
 
 
 def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
@@ -317,9 +312,8 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
     queue = [x]
     for value in queue:
         if value.is_root:
-            fused = [y for y in value.computation.callers if y.opcode == "fusion"]
-            queue += fused
-            if not fused:
+            queue += value.computation.fusions
+            if not value.computation.fusions:
                 yield value, value
         for user in value.users:
             if user.row.like >= Likeness.ELEMENTS and not user.target:

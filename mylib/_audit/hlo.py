@@ -301,6 +301,11 @@ class Computation:
         # The instructions that call it.
         self.callers: list[Instruction] = []
 
+    @property
+    def fusions(self) -> list[Instruction]:
+        """Those that it is the computation of."""
+        return [caller for caller in self.callers if caller.does == "fusion"]
+
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         return {int(x.rest): x for x in self.instructions if x.opcode == "parameter"}

@@ -58,10 +58,9 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
 
 def _outermost(x: Instruction) -> Iterator[Instruction]:
     """The instruction, or the fusions that contain it."""
-    fusions = [caller for caller in x.computation.callers if caller.does == "fusion"]
-    if not fusions:
+    if not x.computation.fusions:
         yield x
-    for caller in fusions:
+    for caller in x.computation.fusions:
         yield from _outermost(caller)
 
 

@@ -88,21 +88,26 @@ class Walk:
             return self.of_this_device(x)
         if x.row.reserves:
             return shaped(x, self.nothing)
-        if x.row.window == "start":
-            return (self.given_so_far(x.operand(0), inputs[0]), *inputs[:1] * (len(x.arrays) - 1))
-        if x.row.window == "end":
-            ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
-            return ends[0] if ends else self.unknown(inputs)
+        if x.row.window:
+            return self._in_parts(x, inputs)
         if x.sends:
             return self._sent(x, inputs)
-        if x.row.calls == "run":
-            operands = operands_of_call(x)
-            input_of = dict(zip(x.operands, inputs, strict=True))
-            # An update that comes later brings the operands: see `operands_of_call`.
-            if any(y.name not in input_of for y in operands):
-                return self.unknown(inputs)
-            return self.run(x.called, tuple(input_of[y.name] for y in operands))
-        return self.computed(x, inputs)
+        return self._called(x, inputs) if x.row.calls == "run" else self.computed(x, inputs)
+
+    def _in_parts(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+        """A part of a collective that the TPU's compiler has taken apart."""
+        if x.row.window == "start":
+            return (self.given_so_far(x.operand(0), inputs[0]), *inputs[:1] * (len(x.arrays) - 1))
+        ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
+        return ends[0] if ends else self.unknown(inputs)
+
+    def _called(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+        operands = operands_of_call(x)
+        input_of = dict(zip(x.operands, inputs, strict=True))
+        # An update that comes later brings the operands: see `operands_of_call`.
+        if any(y.name not in input_of for y in operands):
+            return self.unknown(inputs)
+        return self.run(x.called, tuple(input_of[y.name] for y in operands))
 
     def _sent(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
         # Another instruction may have started it.
