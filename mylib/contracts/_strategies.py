@@ -217,15 +217,22 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
             text = f"sharded over {axis}, and each device should have all of it"
             yield judged.fault(number, text)
     yield from judged.without_data()
-    yield from judged.gradients()
-    yield from judged.kept(judged.roles.weights)
-    yield from judged.repeated(pieces)
-    yield from judged.others()
+    yield from _of_results(judged, judged.roles.weights, pieces)
     for m in judged.moved:
         if m.role == "weight":
             text = f"moved by {text_of(m.c)}, and each device should have all weights"
             yield Violation(m.names, text)
     yield from _bounded(judged, limit)
+
+
+def _of_results(judged: Judged, kept: Sequence[int], pieces: int | None) -> Iterator[Violation]:
+    """What holds of all strategies: a gradient is summed, and once; what is `kept` comes back as it
+    was given; and all else is the same on all devices.
+    """
+    yield from judged.gradients()
+    yield from judged.kept(kept)
+    yield from judged.repeated(pieces)
+    yield from judged.others()
 
 
 def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
@@ -239,10 +246,7 @@ def _of_fsdp(
     yield from judged.unsharded(weights)
     yield from judged.state()
     yield from judged.without_data()
-    yield from judged.gradients()
-    yield from judged.kept([*judged.roles.weights, *judged.roles.state])
-    yield from judged.repeated(pieces)
-    yield from judged.others()
+    yield from _of_results(judged, [*judged.roles.weights, *judged.roles.state], pieces)
     yield from judged.ungathered()
     yield from judged.held()
     for m in judged.moved:
@@ -277,10 +281,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     axis = judged.axis
     yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
-    yield from judged.gradients()
-    yield from judged.kept([*judged.roles.weights, *judged.roles.state])
-    yield from judged.repeated(None)
-    yield from judged.others()
+    yield from _of_results(judged, [*judged.roles.weights, *judged.roles.state], None)
     for m in judged.moved:
         if reason := _wrong_in_tensor_parallel(judged, m):
             yield Violation(m.names, f"{text_of(m.c)}, and {reason}")
