@@ -16,6 +16,7 @@ from .report import (
     Parameter as Parameter,
     Report as Report,
     bytes_of as bytes_of,
+    folded_names as folded_names,
     no_mesh as no_mesh,
     size_of as size_of,
     sums_each_turn as sums_each_turn,

@@ -115,6 +115,10 @@ def axis_of(name: str) -> str:
     return name.lstrip("~").split(":")[0]
 
 
+def in_words(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
 class Axes(NamedTuple):
     """The axes of a mesh, in the order of the devices that a program runs on."""
 

@@ -11,7 +11,7 @@ from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
-from .groups import axis_of
+from .groups import axis_of, in_words
 from .links import Message
 from .memory import lines_of
 from .opcodes import KINDS
@@ -297,8 +297,7 @@ _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what
 
 
 def _title(report: Report) -> str:
-    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
-    return f"{report.name} on {axes or 'devices of an unknown mesh'}"
+    return f"{report.name} on {in_words(report.axes) or 'devices of an unknown mesh'}"
 
 
 def _divided(report: Report) -> list[str]:
@@ -351,7 +350,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     return (
         ("≤ " if c.sometimes else "") + times,
         c.kind,
-        "?" if c.axes is None else ", ".join(c.axes),
+        over(c),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
         {True: "inserted", False: "written", None: "?"}[c.inserted],
@@ -361,10 +360,19 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     )
 
 
+def over(c: Collective) -> str:
+    return "?" if c.axes is None else ", ".join(c.axes)
+
+
+def folded_names(paths: Sequence[str]) -> str:
+    """The names of leaves, those of equal layers together: `a[0..5].b, c and 2 more`."""
+    return listed([*folded(paths)], _SHOWN)
+
+
 def what_of(group: Sequence[Collective]) -> str:
     """The names of the arrays that equal collectives move."""
-    moved = listed([*folded([path for c in group for path in c.arrays])], _SHOWN)
-    summed = listed([*folded([path for c in group for path in c.gradients])], _SHOWN)
+    moved = folded_names([path for c in group for path in c.arrays])
+    summed = folded_names([path for c in group for path in c.gradients])
     if moved or summed:
         return moved or f"gradient of {summed}"
     return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")

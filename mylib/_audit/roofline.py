@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..machines import CHIPS, Chip, Machine
-from .groups import axis_of
+from .groups import axis_of, in_words
 from .links import Message, seconds, stated
 from .moments import Begin, End
 from .work import Loop, Operation, Step, Work
@@ -139,10 +139,10 @@ def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
     count = math.prod(axes.values())
     # A program for one device runs on one of any machine.
     if count not in (1, machine.count):
-        mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"the program runs on {count} devices ({mesh}), and {machine} has {machine.count}: "
-            "pass a machine of the program's size, or compile for the mesh machine.mesh(...)"
+            f"the program runs on {count} devices ({in_words(axes)}), and {machine} has "
+            f"{machine.count}: pass a machine of the program's size, or compile for the mesh "
+            "machine.mesh(...)"
         )
 
 

@@ -15,6 +15,7 @@ import mylib
 from mylib._audit.dataflow import Source, graph_of
 from mylib._audit.groups import Axes, groups_of, pairs_of
 from mylib._audit.hlo import HloModule, arrays_of
+from mylib._audit.positions import positions
 from mylib._audit.targets import TARGETS
 from mylib._audit.values import Value, before
 
@@ -354,6 +355,22 @@ def test_send_and_receive():
     assert mylib.audit(to_host, mesh=MESH).collectives == ()
     with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
         mylib.audit(re.sub(r", frontend_attributes=.*", "", text), mesh=MESH)
+
+
+def test_quotients_of_places_are_rounded_as_in_hlo():
+    text = program(
+        "%p = u32[] partition-id()",
+        "%i = s32[] convert(%p)",
+        "%four = s32[] constant(4)",
+        "%d = s32[] subtract(%i, %four)",
+        "%two = s32[] constant(2)",
+        "%q = s32[] divide(%d, %two)",
+        "%r = s32[] remainder(%d, %two)",
+        "ROOT %t = (s32[], s32[]) tuple(%q, %r)",
+    )
+    quotients, rests = (positions(x, 8) for x in HloModule(text).entry.result.inputs())
+    assert quotients[:, 0].tolist() == [-2, -1, -1, 0, 0, 0, 1, 1]
+    assert rests[:, 0].tolist() == [0, -1, 0, -1, 0, 1, 0, 1]
 
 
 def test_the_sum_of_a_collective_that_is_started():
