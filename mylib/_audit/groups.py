@@ -150,6 +150,7 @@ class Axes(NamedTuple):
         places = np.stack(np.unravel_index(groups, self.sizes), -1)
         varies = (places != places[:, :1]).any((0, 1))
         axes = [i for i, does in enumerate(varies) if does]
+        # As many devices as the axes along which they differ have: then all of them.
         if math.prod(self.sizes[i] for i in axes) == groups.shape[1]:
             return tuple(self.names[i] for i in axes)
         return self._parts(groups, axes) or tuple(f"~{self.names[i]}" for i in axes)

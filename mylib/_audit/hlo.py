@@ -405,6 +405,7 @@ class HloModule:
             new = dict.fromkeys(y for x in computation.instructions for y in x.calls)
             queue += [y for y in new if y not in reached]
             reached |= new
+        # Its collectives would be missed, under whatever name it is called.
         for computation in self.computations.values():
             if computation not in reached:
                 raise AuditError(f"%{computation.name} is called by nothing that is understood")

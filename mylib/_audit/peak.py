@@ -209,6 +209,7 @@ class _Heap:
         return id(buffer) in self._places
 
     def allocate(self, buffer: Buffer, until: int) -> None:
+        # Until the result itself is written, its memory may hold something else.
         lendable = self._lendable.get(buffer.bytes, [])
         place = next((key for key in lendable if until < self._written[key]), None)
         if place is None:
@@ -238,6 +239,7 @@ def _computed_here(value: Value) -> Instruction:
 
 def _may_share(x: Instruction) -> bool:
     """Whether the result may reuse the memory of an operand that isn't needed any more."""
+    # These read each element once, before they write it.
     is_loop = x.does == "fusion" and x.attributes.get("kind") == "kLoop"
     return is_loop or x.opcode in ("all-reduce", "add", "multiply", "convert")
 

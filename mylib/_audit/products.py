@@ -114,6 +114,7 @@ def _attention(x: Instruction) -> int | None:
         return None
     size = scores * x.operand(0).arrays[0].shape[-1]
     size *= 5 if "Backward" in x.target else 2
+    # Half of the scores are masked, and the kernels leave their blocks out.
     return size // 2 if is_causal else size
 
 

@@ -272,6 +272,7 @@ def bytes_of(collectives: Iterable[Collective]) -> int:
 def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
     """The sum of amounts, each with its branches; of a condition's branches only the largest."""
     total = 0
+    # In nested conditions, too: by the outermost one, and then those inside of its branches.
     inside: dict[str, dict[int, list[tuple[Sequence[tuple[str, int]], int]]]] = {}
     for branches, amount in amounts:
         if branches:
@@ -317,7 +318,7 @@ def sums_each_turn(report: Report, c: Collective) -> bool:
     it once, after the loop.
     """
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
-    is_inserted = c.inserted is not False
+    is_inserted = c.inserted is not False  # what the function calls, it calls in each iteration
     return report.platform == "cpu" and is_sum and is_inserted and bool(c.loops)
 
 

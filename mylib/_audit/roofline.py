@@ -100,6 +100,7 @@ def estimate(
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
     slowest = _slowest(machine.chip, real)
     most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    # At least: either computation hides all communication, or the other way round.
     low = max(low, communication)
     # The bounds ignore the order in which things run; the estimate goes through the schedule.
     total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
@@ -154,6 +155,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     assumed: list[str] = []
     for dtype in dtypes:
         instead, rate = _rate(chip, dtype)
+        # Data sheets are of chips, and some chips are two devices.
         rates[dtype] = math.inf if rate is None else rate / chip.devices
         if rate is None:
             assumed.append(f"products of {dtype}, without a rate, cost only their memory")

@@ -21,6 +21,7 @@ def rings_in(
     returns its result. Each step is given by two instructions: the one that starts it, and the one
     that returns its result.
     """
+    # The permutations of such a ring have the name of the product that they are combined with.
     number = {id(done): i for i, (_, done) in enumerate(steps) if is_of_dot(done)}
     before = {i: _sources(steps[i][0], number) for i in number.values()}
     inner = {j for sources in before.values() for j in sources}

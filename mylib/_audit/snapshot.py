@@ -25,9 +25,10 @@ def snapshot_of(report: Report) -> str:
     sums: Counter[str] = Counter()
     unknown: set[str] = set()
     for c in report.collectives:
+        # A phase that is unknown would change with the compiler's names.
         phase = "" if c.phase in ("", UNKNOWN) else f", {c.phase}"
         name = f"{c.kind} over {over(c)}{phase}"
-        sums[name] += c.bytes * (c.times or 1)
+        sums[name] += c.bytes * (c.times or 1)  # of a loop of unknown length, in one turn
         if c.times is None:
             unknown.add(name)
     for name, size in sorted(sums.items()):

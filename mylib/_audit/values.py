@@ -102,6 +102,7 @@ def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
     left, right = (Value(x) for x in after.made_by.inputs())
     if after.made_by.opcode == "add" and constant(left) is not None:
         left, right = right, left
+    # The counter must be the one that the condition asks for.
     step = constant(right)
     if step is None or _carried(left, body) != counter:
         return None
@@ -145,6 +146,7 @@ def before(value: Value) -> Value | None:
     # The first result of such a start is the operand of the collective that it goes on with.
     if x.row.window == "start" and path == (0,):
         return Value(x.operand(0).operand(0))
+    # Of a call or a fusion the result is computed inside, also if another instruction waits for it.
     if x.row.calls == "run" and x.form != "update":
         return Value(start_of(x).called.result, path)
     if x.row.like >= Likeness.VALUE and x.operands and not x.form and not x.target:
@@ -154,6 +156,7 @@ def before(value: Value) -> Value | None:
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     """The argument that a computation's parameter stands for where the computation is called."""
+    # Called from several places, it stands for several arguments.
     callers = x.computation.callers
     if len(callers) != 1:
         return None

@@ -136,6 +136,7 @@ class _ScheduleReader:
         steps = [step for steps in parts for step in steps]
         if x.row.calls == "run":
             return self._beside(x, steps), unknown
+        # Of a loop whose length is unknown one turn is counted, and that it is unknown.
         turns = trips(x)
         return [Loop(1 if turns is None else turns, tuple(steps))], unknown + (turns is None)
 
@@ -206,6 +207,7 @@ def _written(x: Instruction) -> int:
     last = x.called.result if x.does == "fusion" else x
     if _sends(last):
         return 0
+    # A fusion with several results ends in a tuple of them.
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
@@ -216,7 +218,7 @@ def _written(x: Instruction) -> int:
 
 def _put(x: Instruction) -> int:
     """The bytes that an instruction writes, if its result is in memory."""
-    while x.opcode == "bitcast":
+    while x.opcode == "bitcast":  # an update behind it is in place all the same
         x = x.operand(0)
     if x.opcode == "parameter" or _sends(x):
         return 0
