@@ -17,7 +17,7 @@ from .as_written import read
 from .attribution import Names, gradients_of, is_gradient, name_of, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
-from .groups import Axes, axes_in
+from .groups import MeshAxes, axes_in
 from .hlo import Array, HloModule
 from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
@@ -176,7 +176,7 @@ def report_of(
     else:
         compiled, module = read(program, lowered, options)
     meshes = [mesh] if mesh is not None else _meshes_of(compiled)
-    candidates = [axes for axes in map(Axes.of, meshes) if axes.size == module.devices]
+    candidates = [axes for axes in map(MeshAxes.of, meshes) if axes.size == module.devices]
     if mesh is not None and not candidates and module.devices > 1:
         raise AuditError(
             f"the program runs on {module.devices} devices, and the mesh {dict(mesh.shape)} has "
@@ -266,7 +266,7 @@ def _dividing(sharding: Sharding | None) -> tuple[str, ...] | None:
 
 
 def _collective(
-    number: int, transfer: Transfer, flow: Flow, meshes: Sequence[Axes], names: Names
+    number: int, transfer: Transfer, flow: Flow, meshes: Sequence[MeshAxes], names: Names
 ) -> Collective:
     x = transfer.first
     module = x.computation.module
@@ -290,7 +290,7 @@ def _collective(
     )
 
 
-def _axes_of(transfer: Transfer, meshes: Sequence[Axes]) -> tuple[str, ...] | None:
+def _axes_of(transfer: Transfer, meshes: Sequence[MeshAxes]) -> tuple[str, ...] | None:
     """The names in the first mesh in which it goes over whole axes, else in the first mesh."""
     pairs = transfer.kind == "collective-permute"
     named = [

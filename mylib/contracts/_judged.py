@@ -11,9 +11,9 @@ import numpy as np
 
 from .._audit import (
     Array,
-    Axes,
     Collective,
     Groups,
+    MeshAxes,
     Parameter,
     Report,
     axis_of,
@@ -89,7 +89,7 @@ class Judged:
                 f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
                 "as a tree like the model"
             )
-        self.mesh = Axes.of_sizes(report.axes)
+        self.mesh = MeshAxes.of_sizes(report.axes)
         self.groups: Groups = self.mesh.groups([axis])
 
     def fault(self, number: int, text: str) -> Violation:
@@ -192,7 +192,7 @@ class Judged:
             if self.flow.reaching(results[result].any) & self._all_data
         ]
 
-    def kept(self, must_equal: Sequence[int]) -> Iterator[Violation]:
+    def resharded(self, must_equal: Sequence[int]) -> Iterator[Violation]:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
             argument, r = self.parameters[number], self.report.results[i]

@@ -230,7 +230,7 @@ def _of_results(judged: Judged, kept: Sequence[int], pieces: int | None) -> Iter
     was given; and all else is the same on all devices.
     """
     yield from judged.gradients()
-    yield from judged.kept(kept)
+    yield from judged.resharded(kept)
     yield from judged.repeated(pieces)
     yield from judged.others()
 
