@@ -177,14 +177,11 @@ class _Marking(Walk):
             parts = [joined([value]) for value in inputs]
             return joined(parts)._replace(row=tuple(zip(ends, parts, strict=True)))
         if row_of.row and x.does == "slice":
-            taken = x.slices[0]
-            return joined(
-                [
-                    m
-                    for (start, end), m in row_of.parts()
-                    if start < taken.stop and taken.start < end
-                ]
-            )
+            cut = x.slices[0]
+            parts = [
+                m for (start, end), m in row_of.parts() if start < cut.stop and cut.start < end
+            ]
+            return joined(parts)
         if row_of.row and row.like >= Likeness.PART:
             if x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return row_of
