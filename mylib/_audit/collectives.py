@@ -376,6 +376,7 @@ def is_overlapped(transfer: Transfer) -> bool:
         )
     if done is x:  # its whole computation runs beside others
         return True
+    # Products, fusions and loops. What only moves or names a value takes too little time.
     order = x.computation.instructions
     between = order[order.index(x) + 1 : order.index(done)]
     return any(other.row.works and not other.waits for other in between)

@@ -99,6 +99,7 @@ class Flow:
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
+        # An update combines a weight with a gradient element by element, as the optimiser does.
         results = sum(1 << bit for bit in self.sources_of[number])
         updated = 0
         for near, all_ in self._combined:

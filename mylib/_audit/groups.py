@@ -195,4 +195,5 @@ def axes_in(text: str) -> list[MeshAxes]:
     """The meshes in a program's text, unless XLA has invented their names."""
     texts = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
     meshes = dict.fromkeys(map(MeshAxes.read, texts))
+    # The compiler calls them `axis_0`, `axis_1`, where it has only numbers of devices.
     return [x for x in meshes if not all(re.fullmatch(r"axis_\d+", name) for name in x.names)]

@@ -58,6 +58,7 @@ def _counted(compiled: jax.stages.Compiled, text: str, arguments: Sequence[Argum
         largest=largest(arguments),
     )
     counted = stats.peak_memory_in_bytes if platform in ("gpu", "tpu") else memory.total
+    # No more can be held than all that there is.
     return replace(memory, peak=min(counted, memory.total))
 
 

@@ -40,6 +40,7 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
     """The instructions at which collectives begin and end, by their `id`."""
     begins: Moments[Begin] = {}
     ends: Moments[End] = {}
+    # Where the TPU's compiler waits for what began in a fusion.
     later = dict(_ends_in_fusions(module))
     for number, whole in enumerate(sent):
         members = whole.members or (whole,)

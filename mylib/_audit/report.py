@@ -197,6 +197,7 @@ class Report:
         _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
             raise no_mesh(self)
+        # A loop whose length is unknown counts once, which the estimate says.
         sent = [
             Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
