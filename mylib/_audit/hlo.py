@@ -353,27 +353,23 @@ class HloModule:
         current: Computation | None = None
         entry: Computation | None = None
         for line in _whole_lines(text):
-            if current is not None:
-                match = _INSTRUCTION.match(line)
-                if match is not None:
-                    x = Instruction(current, match)
-                    current.instructions.append(x)
-                    current.named[x.name] = x
-                    if match["root"]:
-                        current.result = x
-                elif line.startswith("}"):
-                    current = None
-                elif line.strip():
-                    raise AuditError(f"a line is not understood: {line.strip()[:120]}")
-            elif line in self._tables:
+            if current is not None and (match := _INSTRUCTION.match(line)):
+                x = Instruction(current, match)
+                current.instructions.append(x)
+                current.named[x.name] = x
+                if match["root"]:
+                    current.result = x
+            elif current is not None and line.startswith("}"):
+                current = None
+            elif current is None and line in self._tables:
                 table = self._tables[line]
-            elif line.endswith("{") and (match := _HEADER.match(line)):
+            elif current is None and line.endswith("{") and (match := _HEADER.match(line)):
                 current = Computation(self, match["name"])
                 if current.name in self.computations:
                     raise AuditError(f"there are two computations %{current.name}")
                 self.computations[current.name] = current
                 entry = current if match["entry"] else entry
-            elif table is not None and (match := _NUMBERED.match(line)):
+            elif current is None and table is not None and (match := _NUMBERED.match(line)):
                 table[int(match[1])] = match[2]
             elif line.strip() and not line.startswith("HloModule "):
                 raise AuditError(f"a line is not understood: {line.strip()[:120]}")
