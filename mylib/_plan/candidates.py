@@ -161,7 +161,9 @@ def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate
     by_kind: dict[Any, LiveCandidate] = {}
     for x in tried:
         assert x.strategy is not None
-        by_kind.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+        strategy = x.strategy
+        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
+        by_kind.setdefault(kind, x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
@@ -258,6 +260,7 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         },
         layers=traced.layers,
         policy=traced.policy,
+        micro_batches=step.micro_batches,
         dtype=dtype,
         saved=strategy.saved,
     )
