@@ -5,7 +5,7 @@ import numbers
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -135,7 +135,7 @@ def plan(
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
-        return saved
+        return replace(saved, _planned=step)
     tried = priced(traced, rated, room, sizes, fixed)
     for policy in policies[1:]:
         tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
@@ -366,6 +366,7 @@ def plan_of(
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
         audit=best.report,
+        _planned=best.traced.step,
     )
 
 

@@ -131,13 +131,37 @@ def test_what_wraps_a_step_is_a_part_of_it():
     assert not report.differs and len(report.own) == 5
 
 
-def test_the_step_of_a_plan():
-    def step(model, x):
-        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+class TestPlan:
+    @staticmethod
+    def step(x, model):
+        def loss(model):
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
 
-    plan = mylib.plan(step, model(), batch(), compile=0)
-    assert not verify(plan.jit(step), model(), batch()).differs
+    @pytest.mark.parametrize("machine", [None, "h100 x 4"])
+    def test_verifies_itself(self, machine):
+        plan = mylib.plan(self.step, batch(), model(), machine=machine, compile=0)
+        report = plan.verify()
+        assert report.name == "step" and not report.differs
+        drawn = plan.verify(seed=1).own[-1].largest
+        given = plan.verify(batch(), model()).own[-1].largest
+        assert len({report.own[-1].largest, drawn, given}) == 3
+
+    def test_read_from_text_it_has_no_step(self):
+        plan = mylib.plan(self.step, batch(), model(), compile=0)
+        saved = mylib.Plan.of(plan.as_text(), layers=plan.layers)
+        assert saved == plan
+        with pytest.raises(mylib.PlanError, match=r"verify\(plan.jit\(step\)"):
+            saved.verify(batch(), model())
+        assert not verify(saved.jit(self.step), batch(), model()).differs
+
+    def test_a_machine_with_more_devices_than_are_here(self):
+        args = jax.ShapeDtypeStruct((64, 8), jnp.float32), model()
+        plan = mylib.plan(self.step, *args, machine="h100 x 64", compile=0)
+        with pytest.raises(ValueError, match="64 devices.*there are 8"):
+            plan.verify()
 
 
 def test_what_float64_breaks_is_compared_in_its_own_dtypes():
