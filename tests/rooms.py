@@ -43,6 +43,7 @@ ORDER = (
     "_belongs",
     "_tree",
     "_products",
+    "_known_faults",
     "_programs",
     "machines",
     "_meshes",

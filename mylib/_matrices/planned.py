@@ -19,6 +19,7 @@ from .._placement import (
     axis_names,
     current_world,
     grounded,
+    on_one_device,
     resolve_leaves,
     sharding_of,
 )
@@ -43,6 +44,8 @@ class Request:
 
     def layout(self, params: Any) -> Layout | None:
         """None on one device: there the transform can do its work itself."""
+        if on_one_device.value:
+            return None
         leaves = split(params)
         if len(leaves.positions) != len(leaves.all):
             raise ValueError("by_matrix takes a tree of arrays: eqx.filter(model, eqx.is_array)")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._matrices import MatrixState
 from .._tree import is_of_keys, name_of
 
 
@@ -16,9 +17,7 @@ def filled(args: Any, high: int | None, seed: int) -> Any:
     """The arguments, with random values in place of `jax.ShapeDtypeStruct`s."""
     nodes, treedef = jtu.tree_flatten_with_path(args)
     states = [
-        path
-        for path, x in jtu.tree_flatten_with_path(args, is_leaf=_is_named_tuple)[0]
-        if _is_named_tuple(x)
+        path for path, x in jtu.tree_flatten_with_path(args, is_leaf=_is_state)[0] if _is_state(x)
     ]
     faults: list[str] = []
     keys = jax.random.split(jax.random.key(seed), max(len(nodes), 1))
@@ -56,8 +55,9 @@ def _value(
     return value if x.sharding is None else jax.device_put(value, x.sharding)
 
 
-def _is_named_tuple(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields")
+def _is_state(x: Any) -> bool:
+    """Whether it is of an optimiser."""
+    return isinstance(x, MatrixState) or (isinstance(x, tuple) and hasattr(x, "_fields"))
 
 
 def widened(x: jax.Array) -> jax.Array:

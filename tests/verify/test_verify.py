@@ -1,5 +1,8 @@
 """`mylib.testing.verify`: a step on many devices against itself on one."""
 
+import re
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import seeded_faults
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._known_faults import KNOWN_FAULTS
 from mylib.testing import VerifyError, verify
 
 MESH = mylib.make_mesh(data=8)
@@ -171,3 +175,85 @@ def test_what_float64_breaks_is_compared_in_its_own_dtypes():
 
     report = verify(step, batch())
     assert report.wide is None and "not compared in float64" in str(report)
+
+
+class Attention(eqx.Module):
+    """The gradient of its keys' bias is zero, and its rounding is not."""
+
+    queries: eqx.nn.Linear
+    keys: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.queries, self.keys = [eqx.nn.Linear(8, 8, key=key) for key in keys]
+
+    def __call__(self, x):
+        scores = jax.vmap(self.queries)(x) @ jax.vmap(self.keys)(x).T
+        return jax.nn.softmax(scores) @ x
+
+
+class TestOptimisersThatTakeSigns:
+    """They make whole steps of the rounding of a gradient near zero."""
+
+    @staticmethod
+    def step_with(optim, rows=16):
+        @mylib.filter_jit(in_shardings=(None, None, P("data")), mesh=MESH)
+        def step(model, state, x):
+            def loss(model):
+                return jnp.mean(jax.vmap(model)(x[:rows]) ** 2)
+
+            grads = eqx.filter_grad(loss)(model)
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), state
+
+        trained = Attention()
+        return step, trained, optim.init(eqx.filter(trained, eqx.is_array))
+
+    @pytest.mark.parametrize("name", ["sign_sgd", "lion", "adam"])
+    def test_rounding_is_no_fault_and_faults_are_found(self, name):
+        optim = getattr(optax, name)(1e-2)
+        step, *args = self.step_with(optim)
+        for seed in range(3):
+            x = jax.random.normal(jax.random.key(seed), (16, 4, 8))
+            assert not verify(step, *args, x).differs
+        # As if the rows of one device of 8 were left out.
+        short, *_ = self.step_with(optim, rows=14)
+        with pytest.raises(VerifyError) as error:
+            verify(short, *args, x, reference=step.__wrapped__)
+        wrong = {x.name for x in error.value.report.wide if x.differs}
+        assert {"[0].queries.weight", "[0].keys.weight"} <= wrong
+
+
+def test_steps_of_by_matrix():
+    optim = mylib.by_matrix(optax.contrib.muon(1e-2), KEPT, mesh=MESH, dtype=jnp.bfloat16)
+
+    @mylib.filter_jit(in_shardings=(KEPT, None, P("data")), mesh=MESH)
+    def step(model, state, x):
+        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    trained = mylib.filter_shard(model(), KEPT, mesh=MESH)
+    state = optim.init(eqx.filter(trained, eqx.is_array))
+    for args in (trained, state), eqx.filter_eval_shape(lambda: (trained, state)):
+        report = verify(step, *args, batch())
+        assert max(r.difference for r in report.wide) < 1e-12
+        assert max(r.difference for r in report.own) > 1e-6
+
+
+def test_known_faults_of_compilers_are_named():
+    @mylib.filter_jit(in_shardings=(None, P("data")), mesh=mylib.make_mesh(data=4, model=2))
+    def gradient(layer, x):
+        return eqx.filter_grad(lambda layer: jnp.sum(jax.vmap(layer)(x) ** 2))(layer)
+
+    layer = eqx.nn.Conv2d(8, 8, 3, padding=1, groups=2, key=jax.random.key(0))
+    told = "a known fault: XLA's gradient of the weights of a grouped convolution is wrong"
+    with pytest.raises(VerifyError, match=told):
+        verify(gradient, layer, jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
+
+
+def test_the_page_has_all_known_faults():
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    rows = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)
+    for fault in KNOWN_FAULTS:
+        assert f"| {fault.what}" in rows and all(x in rows for x in fault.versions), fault.what
