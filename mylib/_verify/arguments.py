@@ -84,3 +84,14 @@ def whole(x: Any) -> Any:
         return multihost_utils.process_allgather(x, tiled=True)
     data = multihost_utils.process_allgather(jax.random.key_data(x), tiled=True)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def alone(x: jax.Array, device: jax.Device) -> jax.Array:
+    """A copy of all of an array, on one device. Its type has no mesh: `jax.device_put` alone would
+    keep that.
+    """
+    x = whole(x)
+    if not is_of_keys(x):
+        return jax.device_put(np.asarray(x), device)
+    data = jax.device_put(np.asarray(jax.random.key_data(x)), device)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.extend import source_info_util
 
 from .._compat import names, scan_sizes
 from .._lines import is_of_user
-from .._programs import bind_as, interpret, jaxprs_in, line_of, scanned
+from .._programs import all_equations, bind_as, interpret, jaxprs_in, line_of, scanned
 from .._text import listed
 
 # How many values are looked at in one run, and how often programs are run at most.
@@ -87,7 +88,7 @@ class _Values:
         stack = f"{source_info_util.current_name_stack()}"
         phase = "backward pass" if "transpose(" in stack else ""
         shape = () if x is None else tuple(x.shape)
-        line, primitive = line_of(eqn), eqn.primitive.name
+        line, primitive = _line_of(eqn), eqn.primitive.name
         key = line, primitive, phase, shape
         self.counts[key] += 1
         return Spot(self.loops, line, primitive, phase, shape, self.counts[key])
@@ -95,6 +96,17 @@ class _Values:
     def _note(self, place: Spot, x: Any) -> None:
         if self.wanted is None or place in self.wanted:
             self.found[place] = x
+
+
+def _line_of(eqn: Any) -> str:
+    """The user's line. JAX doesn't know that of a `shard_map`: there it is the first one inside."""
+    inside = (x for program in jaxprs_in(eqn) for x in all_equations(program))
+    lines = (line_of(x) for x in chain([eqn], inside))
+    return next(filter(_is_of_user, lines), line_of(eqn))
+
+
+def _is_of_user(line: str) -> bool:
+    return is_of_user(line.rpartition(":")[0])
 
 
 # Calls whose equations are looked at. Into others, such as `shard_map`, nobody looks: their
@@ -196,8 +208,6 @@ def first_difference(
             break
     end = len(mine) if found is None else mine.index(found[0])
     alone = [x.line for x in mine[:end] if x not in theirs and x.primitive not in _PLACING]
-    # JAX doesn't always know the user's line, as of a `shard_map`.
-    users = [line for line in reversed(alone) if is_of_user(line.rpartition(":")[0])]
-    lines = tuple(dict.fromkeys(users))[:_ALONE]
+    lines = tuple(dict.fromkeys(filter(_is_of_user, reversed(alone))))[:_ALONE]
     place, text = found or (None, "")
     return FirstDifference(place, text, lines)

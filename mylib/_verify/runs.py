@@ -21,7 +21,7 @@ from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
 from .._tree import Split, is_array, is_of_keys, outlined
-from .arguments import filled, perturbed, whole, widened
+from .arguments import alone, filled, perturbed, whole, widened
 from .judge import Compared, coarsest, compare, largest_difference, largest_of
 from .lines import Runnable, first_difference
 
@@ -275,7 +275,7 @@ class _Runs:
             plain = outlined(to_plain(self._outline.fill(self._placed(wide))))[0]
         with _one_device(wide):
             device = jax.local_devices()[0]
-            args = [jax.device_put(whole(x), device) for x in plain]
+            args = [alone(x, device) for x in plain]
             try:
                 program = jax.make_jaxpr(self._alone)(args)
             except Exception as error:

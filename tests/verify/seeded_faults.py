@@ -5,7 +5,7 @@
 A step is traced and its program is run again with one equation's result computed as a wrong
 compiler would: a sum over devices dropped, doubled or made in the wrong groups, a part that is the
 neighbour's, a slice in place of a part, a permutation reversed or with a pair missing, a loop that
-runs backwards. Or a step that is written per device is given a wrong `in_specs`, or it gives a kernel
+runs backwards. Or a step that is written per device has a wrong `in_specs`, or gives a kernel
 that needs all rows each device's own, as `opaque` allows.
 """
 
@@ -146,7 +146,7 @@ def _can(kind, eqn):
 
 
 def faulty(step, args, fault, mesh):
-    """The step with the fault, and the line that it is at; None if it has no such equation."""
+    """The step with the fault, and the lines that it may be at; None if it has no such equation."""
     program = jax.make_jaxpr(step, return_shape=True)(*args)
     program, shape = program
     able = [eqn for eqn in program.jaxpr.eqns if _can(fault.kind, eqn)]
@@ -174,7 +174,7 @@ def faulty(step, args, fault, mesh):
         values = interpret(again, jax.tree.leaves((weights, x, y)), rule)
         return jax.tree.unflatten(jax.tree.structure(shape), values)
 
-    return run, line_of(chosen)
+    return run, [line_of(chosen)]
 
 
 AXES = {"a": 2, "b": 2, "c": 2}
@@ -225,11 +225,12 @@ def wrong_opaque(random):
 
 
 def written_per_device(kind, random):
-    """The step, the line of its `shard_map`, the right one and the arguments."""
+    """The step, the lines of its function per device, the right step and the arguments."""
     loss, right, args = (wrong_specs if kind == "specs" else wrong_opaque)(random)
-    program = jax.make_jaxpr(loss)(*args)
-    (line,) = {line_of(eqn) for eqn in all_equations(program) if eqn.primitive.name == "shard_map"}
-    return jax.jit(step_of(loss)), line, step_of(right), args
+    equations = all_equations(jax.make_jaxpr(loss)(*args))
+    (mapped,) = (eqn for eqn in equations if eqn.primitive.name == "shard_map")
+    lines = [line_of(eqn) for eqn in all_equations(mapped.params["jaxpr"])]
+    return jax.jit(step_of(loss)), lines, step_of(right), args
 
 
 def _equal(ours, theirs):
@@ -243,21 +244,21 @@ def look(seed, mesh):
     fun = (mlp, attention, recurrent)[random.integers(3)]
     fault = Fault(KINDS[random.integers(len(KINDS))], int(random.integers(100)))
     if fault.kind in ("specs", "opaque"):
-        run, line, step, args = written_per_device(fault.kind, random)
+        run, lines, step, args = written_per_device(fault.kind, random)
     else:
         args, step = arguments(fun, seed), step_of(fun)
         made = faulty(step, args, fault, mesh)
         if made is None:
             return None
-        run, line = made
+        run, lines = made
     if _equal(run(*args), jax.jit(step)(*args)):
         return None  # such as numbers that change places and are only summed
     try:
         verify(run, *args, reference=step)
     except VerifyError as error:
-        how = "line" if line.split(" ")[0] in str(error) else "found"
-        return how, fun.__name__, fault, line, error.report.line
-    return "missed", fun.__name__, fault, line
+        told = any(line.split(" ")[0] in str(error) for line in lines)
+        return "line" if told else "found", fun.__name__, fault, lines, error.report.line
+    return "missed", fun.__name__, fault, lines
 
 
 def main(first, last):
