@@ -88,8 +88,9 @@ def _compared(
     noise = np.repeat(np.sort(noise, axis=None)[::-1], _MORE)[: x.size]
     rounding = _ROOM * noise + (_UNITS * eps * largest if floats else 0.0)
     first = int(np.argmax(differences > rounding))
-    at = float(differences[first]), float(rounding[first])
-    return Compared(name, shape, dtype, *at, largest, first + 1)
+    difference = float(differences[first])
+    count = int(np.sum(differences >= difference))
+    return Compared(name, shape, dtype, difference, float(rounding[first]), largest, count)
 
 
 def largest_difference(x: np.ndarray, y: np.ndarray) -> float:

@@ -45,7 +45,11 @@ class Execution:
         values = {}
         for x in computation.instructions:
             try:
-                value = self.value(x, [values[name] for name in x.operands], args, of_elements)
+                if x.does == "custom-call" and x.row.window:
+                    value = _of_window(x, values)
+                else:
+                    operands = [values[name] for name in x.operands]
+                    value = self.value(x, operands, args, of_elements)
                 values[x.name] = self._checked(x, value, of_elements)
             except Exception as error:
                 if not getattr(error, "__notes__", None):
@@ -56,7 +60,9 @@ class Execution:
     def value(self, x, operands, args, of_elements):
         if x.waits:
             started = operands[0]
-            return started.result if x.form == "done" else started
+            if x.form == "update":
+                return started
+            return _each(started.result) if x.type.startswith("(") else started.result
         if x.does == "parameter":
             return args[int(x.rest)]
         if x.does == "constant":
@@ -114,6 +120,16 @@ def _each(value):
     return value if isinstance(value, tuple) else (value,)
 
 
+def _of_window(x, values):
+    """A part of a collective that the compiler for TPUs has taken apart."""
+    if x.row.window == "end":
+        return next(values[y.name] for y in x.inputs() if y.does != "parameter")
+    collective = x.operand(0)
+    result = values[collective.name]
+    rest = [np.zeros((len(result), *array.shape)) for array in x.arrays[2:]]
+    return values[collective.operands[0]], result, *rest
+
+
 def _constant(x):
     (array,) = x.arrays
     words = x.rest.replace("{", " ").replace("}", " ").replace(",", " ").split()
@@ -135,11 +151,7 @@ def _constant(x):
 def _collective(run, x, *operands):
     values = [v for operand in operands for v in _each(operand)]
     results = collectives.sent(run, x, values)
-    return tuple(results) if len(results) > 1 or x.type.startswith("((") else _as_typed(x, results)
-
-
-def _as_typed(x, results):
-    is_tuple = x.type.startswith("(") and x.form != "start"
+    is_tuple = len(results) > 1 or (x.type.startswith("(") and x.form != "start")
     return tuple(results) if is_tuple else results[0]
 
 

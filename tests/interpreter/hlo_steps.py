@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxlib import _hlo  # for programs with all of their constants
 
 import mylib
-from mylib._placement import axis_names
+from mylib._placement import axis_names, entries_of
 from mylib._tree import is_of_keys, outlined
 from mylib._verify.arguments import filled
 from mylib.rules import batch as rows
@@ -88,11 +88,8 @@ def _parts(x: np.ndarray, sharding: NamedSharding) -> np.ndarray:
 
 def _whole(parts: np.ndarray, sharding: NamedSharding) -> np.ndarray:
     """An array from its parts. Copies must be equal."""
-    mesh, spec = sharding.mesh, [*sharding.spec] + [None] * parts.ndim
-    counts = [
-        math.prod(mesh.shape[axis] for axis in axis_names(entry))
-        for entry in spec[: parts.ndim - 1]
-    ]
+    mesh, entries = sharding.mesh, entries_of(sharding.spec, parts.ndim - 1)
+    counts = [math.prod(mesh.shape[axis] for axis in axis_names(entry)) for entry in entries]
     shape = tuple(n * k for n, k in zip(parts.shape[1:], counts, strict=True))
     whole = np.zeros(shape, parts.dtype)
     indices = _indices(sharding, shape)

@@ -6,6 +6,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import seeded_faults
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib._known_faults import KNOWN_FAULTS
+from mylib._verify.judge import compare
 from mylib.testing import VerifyError, verify
 
 MESH = mylib.make_mesh(data=8)
@@ -144,7 +146,7 @@ class TestPlan:
         value, grads = eqx.filter_value_and_grad(loss)(model)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
 
-    @pytest.mark.parametrize("machine", [None, "h100 x 4"])
+    @pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.slow), "h100 x 4"])
     def test_verifies_itself(self, machine):
         plan = mylib.plan(self.step, batch(), model(), machine=machine, compile=0)
         report = plan.verify()
@@ -209,6 +211,15 @@ class TestOptimisersThatTakeSigns:
         trained = Attention()
         return step, trained, optim.init(eqx.filter(trained, eqx.is_array))
 
+    def test_as_many_as_rounding_explains(self):
+        want, shaken, few, many = np.ones((4, 100))
+        shaken[:2], few[50:60], many[:50] = -1, -1, -1
+        (same,) = compare(["a"], [few], [want], [shaken], 1e-7)
+        assert not same.differs and same.difference == 2
+        (other,) = compare(["a"], [many], [want], [shaken], 1e-7)
+        assert other.differs and "50 numbers by at least 2 of 1" in str(other)
+
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["sign_sgd", "lion", "adam"])
     def test_rounding_is_no_fault_and_faults_are_found(self, name):
         optim = getattr(optax, name)(1e-2)
