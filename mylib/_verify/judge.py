@@ -35,6 +35,7 @@ class Compared:
     - `rounding`: how much of it rounding explains.
     - `largest`: the largest number of the reference.
     - `count`: how many numbers differ so much.
+    - `is_finite`: whether the reference has neither NaN nor infinite numbers.
     - `differs`: whether the difference is larger than rounding explains.
     """
 
@@ -45,6 +46,7 @@ class Compared:
     rounding: float
     largest: float
     count: int = 1
+    is_finite: bool = True
 
     @property
     def differs(self) -> bool:
@@ -90,7 +92,8 @@ def _compared(
     first = int(np.argmax(differences > rounding))
     difference = float(differences[first])
     count = int(np.sum(differences >= difference))
-    return Compared(name, shape, dtype, difference, float(rounding[first]), largest, count)
+    explained, is_finite = float(rounding[first]), bool(np.isfinite(_numbers(want)).all())
+    return Compared(name, shape, dtype, difference, explained, largest, count, is_finite)
 
 
 def largest_difference(x: np.ndarray, y: np.ndarray) -> float:

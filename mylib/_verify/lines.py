@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import jax
@@ -99,9 +98,9 @@ class _Values:
 
 
 def _line_of(eqn: Any) -> str:
-    """The user's line. JAX doesn't know that of a `shard_map`: there it is the first one inside."""
-    inside = (x for program in jaxprs_in(eqn) for x in all_equations(program))
-    lines = (line_of(x) for x in chain([eqn], inside))
+    """The user's line. Of a `shard_map` it is the first one inside, as JAX doesn't know its own."""
+    inside = jaxprs_in(eqn) if eqn.primitive.name == names.SHARD_MAP else ()
+    lines = (line_of(x) for program in inside for x in all_equations(program))
     return next(filter(_is_of_user, lines), line_of(eqn))
 
 

@@ -53,6 +53,7 @@ class Verified:
     - `line`: the first line whose values differ, and by how much; empty if that is unknown.
     - `known`: faults of compilers that are known, and that the step may have met.
     - `differs`: whether any result differs by more than rounding explains, or any copies differ.
+    - `wrong`: the results that differ.
     """
 
     name: str
@@ -69,7 +70,6 @@ class Verified:
 
     @property
     def wrong(self) -> list[Compared]:
-        """The results that differ."""
         return [x for x in (*(self.wide or ()), *self.own) if x.differs]
 
     def __str__(self) -> str:
@@ -94,7 +94,10 @@ class Verified:
 
     @property
     def _unseen(self) -> str:
-        return f"\n(not compared in float64: {self.why})" if self.why else ""
+        odd = [x.name for x in self.own if not x.is_finite]
+        lines = [f"(not compared in float64: {self.why})"] if self.why else []
+        lines += [f"(NaN or infinite on one device, too: {some(odd)})"] if odd else []
+        return "".join(f"\n{line}" for line in lines)
 
 
 def verify(

@@ -170,6 +170,14 @@ class TestPlan:
             plan.verify()
 
 
+def test_numbers_that_one_device_has_not_either():
+    @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+    def logs(x):
+        return jnp.log(x), jnp.sin(x)
+
+    assert "(NaN or infinite on one device, too: [0])" in str(verify(logs, batch()))
+
+
 def test_what_float64_breaks_is_compared_in_its_own_dtypes():
     def step(x):
         # In float64 the carry would change its type.
