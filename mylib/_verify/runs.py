@@ -196,10 +196,13 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _BothTraced:
-    """The step's program, and the reference's; `eps` is of the least exact type in them."""
+    """The step's program, and the reference's, which `run` runs; `eps` is of the least exact type
+    in them.
+    """
 
     placed: Runnable
     alone: Runnable
+    run: Callable[..., Any]
     wide: bool
     eps: float
 
@@ -229,12 +232,12 @@ class _Runs:
         self._results: list[Any] = []
 
     def traced(self, wide: bool) -> _BothTraced:
-        alone = self._traced_alone(wide)
+        alone, run = self._traced_alone(wide)
         with _as_is(wide):
             args = self._placed(wide)
             placed = Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
         eps = max(coarsest(alone.program), coarsest(placed.program))
-        return _BothTraced(placed, alone, wide, eps)
+        return _BothTraced(placed, alone, run, wide, eps)
 
     def judged(self, traced: _BothTraced) -> tuple[Compared, ...]:
         """The results compared."""
@@ -247,8 +250,7 @@ class _Runs:
         random = np.random.default_rng(0)
         compared: list[Compared] = []
         with _one_device(wide):
-            run = jax.jit(self._alone)
-            wanted, shaken = list(map(_read, run(args))), []
+            wanted, shaken = list(map(_read, traced.run(args))), []
             if self._alone.names != names:
                 raise TypeError(
                     f"verify: the step returns {', '.join(names)}; its reference returns "
@@ -256,7 +258,7 @@ class _Runs:
                 )
             for count in _SHAKEN:
                 others = [[perturbed(x, eps, random) for x in args] for _ in range(count)]
-                shaken += [list(map(_read, run(xs))) for xs in others]
+                shaken += [list(map(_read, traced.run(xs))) for xs in others]
                 compared = compare(names, got, wanted, shaken, eps)
                 if not any(x.differs for x in compared):
                     break
@@ -273,21 +275,22 @@ class _Runs:
     def _placed(self, wide: bool) -> list[Any]:
         return list(map(widened if wide else jnp.copy, self._arrays))
 
-    def _traced_alone(self, wide: bool) -> Runnable:
+    def _traced_alone(self, wide: bool) -> tuple[Runnable, Callable[..., Any]]:
         with _as_is(wide):
             plain = outlined(to_plain(self._outline.fill(self._placed(wide))))[0]
         with _one_device(wide):
             device = jax.local_devices()[0]
             args = [alone(x, device) for x in plain]
             try:
-                program = jax.make_jaxpr(self._alone)(args)
+                traced = jax.jit(self._alone).trace(args)
             except Exception as error:
                 if self._own:
                     error.add_note(_NEEDS_REFERENCE)
                 raise
-        if self._own:
-            _refuse_placed(program)
-        return Runnable(program, args, partial(_one_device, wide))
+            if self._own:
+                _refuse_placed(traced.jaxpr)
+            run = traced.lower().compile()
+        return Runnable(traced.jaxpr, args, partial(_one_device, wide)), run
 
 
 @contextmanager

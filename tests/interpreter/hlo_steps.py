@@ -38,8 +38,9 @@ def compiled(name: str, strategy: str, mesh: Mesh) -> Compiled:
     running, how = program("running"), program(name).STRATEGIES[strategy]
     task = task_of(name, how)
     make, step = running.training(task, how, mesh)
+    first = task.batch(0)
     with jax.set_mesh(mesh):
-        shapes = _shapes(task, make)
+        shapes = _shapes(first, make)
         batch = mylib.filter_shard(shapes[0], rows(how.rows), mesh)
         model, state = mylib.filter_shard(shapes[1:], how.kept, mesh)
         arrays, outline = outlined((batch, model, state), abstract=True)
@@ -68,16 +69,17 @@ def values(name: str, strategy: str) -> list[np.ndarray]:
     running, how = program("running"), program(name).STRATEGIES[strategy]
     task = task_of(name, how)
     make, _ = running.training(task, how, mylib.make_mesh(**how.axes))
-    drawn = filled(_shapes(task, make)[1:], 2, 0)
-    arrays = outlined((task.batch(0), *drawn))[0]
+    batch = task.batch(0)
+    drawn = filled(_shapes(batch, make)[1:], 2, 0)
+    arrays = outlined((batch, *drawn))[0]
     return [np.asarray(jax.random.key_data(x) if is_of_keys(x) else x) for x in arrays]
 
 
-def _shapes(task: Any, make: Any) -> Any:
+def _shapes(batch: Any, make: Any) -> Any:
     made = eqx.filter_eval_shape(make, jax.random.key(0))
     describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
-    return jax.tree.map(lambda x: describe(x) if is_array(x) else x, (task.batch(0), *made))
+    return jax.tree.map(lambda x: describe(x) if is_array(x) else x, (batch, *made))
 
 
 def _parts(x: np.ndarray, sharding: NamedSharding) -> np.ndarray:

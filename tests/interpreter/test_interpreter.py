@@ -74,7 +74,7 @@ def test_a_program_of_eight_devices():
             for v, s in zip((x, weights, ids), there, strict=True)
         ]
         made = jax.jit(step, out_shardings=tuple(there[1:])).lower(*shapes).compile()
-        wanted = made(*jax.device_put((x, weights, ids), there))
+        wanted = made(*jax.device_put([x, weights, ids], there))
     found = steps.Compiled(steps.text_of(made), there, there[1:]).run([x, weights, ids])
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9)

@@ -154,20 +154,6 @@ def test_has_the_losses_of_one_device(name):
             np.testing.assert_allclose(a, b, atol=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "FSDP 4 x TP 2",
-        pytest.param("FSDP 8", marks=pytest.mark.thorough),
-        pytest.param("DP 2 x TP 4", marks=pytest.mark.thorough),
-    ],
-)
-def test_is_verified(name):
-    *_, plan = planned(lambda key: steps.PlainTransformer(key, depth=1), name)
-    assert plan.verify(high=128).wide
-
-
 def _wide(model):
     return jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x, model)
 

@@ -222,9 +222,9 @@ class TestOptimisersThatTakeSigns:
     def test_as_many_as_rounding_explains(self):
         want, shaken, few, many = np.ones((4, 100))
         shaken[:2], few[50:60], many[:50] = -1, -1, -1
-        (same,) = compare(["a"], [few], [want], [shaken], 1e-7)
+        (same,) = compare(["a"], [few], [want], [[shaken]], 1e-7)
         assert not same.differs and same.difference == 2
-        (other,) = compare(["a"], [many], [want], [shaken], 1e-7)
+        (other,) = compare(["a"], [many], [want], [[shaken]], 1e-7)
         assert other.differs and "50 numbers by at least 2 of 1" in str(other)
 
     @pytest.mark.slow
