@@ -76,7 +76,8 @@ def values(name: str, strategy: str) -> list[np.ndarray]:
 
 
 def _shapes(batch: Any, make: Any) -> Any:
-    made = eqx.filter_eval_shape(make, jax.random.key(0))
+    # A key itself would be on the mesh in force, which can't hold it.
+    made = eqx.filter_eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
     describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
     return jax.tree.map(lambda x: describe(x) if is_array(x) else x, (batch, *made))

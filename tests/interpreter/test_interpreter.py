@@ -13,6 +13,7 @@ from hlo_program import Execution
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._audit import HloModule
 from mylib._audit.hlo import arrays_of
 
 CASES = [(name, strategy) for name in TRAINED for strategy in program(name).STRATEGIES]
@@ -80,23 +81,26 @@ def test_a_program_of_eight_devices():
         np.testing.assert_allclose(a, b, rtol=1e-9)
 
 
-def differences(name, strategy, mesh):
-    """The largest difference from one device, in parts of the largest number, for each result."""
-    values = steps.values(name, strategy)
-    how = program(name).STRATEGIES[strategy]
-    one = mylib.make_mesh(devices=jax.devices()[:1], **dict.fromkeys(how.axes, 1))
-    wanted = steps.compiled(name, strategy, one).run(values)
-    found = steps.compiled(name, strategy, mesh).run(values)
-    return [
+def on_one_device(name, strategy):
+    """Arguments of a step, and its results on one device."""
+    values, how = steps.values(name, strategy), program(name).STRATEGIES[strategy]
+    mesh = mylib.make_mesh(devices=jax.devices()[:1], **dict.fromkeys(how.axes, 1))
+    return values, steps.compiled(name, strategy, mesh).run(values)
+
+
+def largest(found, wanted):
+    """The largest difference, in parts of the largest number of its result."""
+    return max(
         np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-6)
         for a, b in zip(found, wanted, strict=True)
-    ]
+    )
 
 
 @pytest.mark.slow
 def test_a_step_on_simulated_devices():
-    how = program("llama").STRATEGIES["FSDP"]
-    assert max(differences("llama", "FSDP", mylib.make_mesh(**how.axes))) < ROUNDING
+    values, wanted = on_one_device("llama", "FSDP")
+    mesh = mylib.make_mesh(**program("llama").STRATEGIES["FSDP"].axes)
+    assert largest(steps.compiled("llama", "FSDP", mesh).run(values), wanted) < ROUNDING
 
 
 @pytest.mark.thorough
@@ -105,5 +109,28 @@ def test_a_step_on_simulated_devices():
 @pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_steps_on_machines(name, strategy, machine):
-    how = program(name).STRATEGIES[strategy]
-    assert max(differences(name, strategy, machine.mesh(**how.axes))) < ROUNDING
+    values, wanted = on_one_device(name, strategy)
+    mesh = machine.mesh(**program(name).STRATEGIES[strategy].axes)
+    made = steps.compiled(name, strategy, mesh)
+    if (name, strategy, machine.chip.platform) in WRONG:
+        # Once it is right, xla_gpu_copy.md may go, and its entry.
+        assert largest(made.run(values), wanted) > 1e3 * ROUNDING
+        made = made._replace(text=with_copies(made.text))
+    assert largest(made.run(values), wanted) < ROUNDING
+
+
+# XLA's own faults, which xla_gpu_copy.md describes.
+WRONG = {("vit", "tensor parallel", "gpu")}
+
+
+def with_copies(text):
+    """The program with copies in place of bitcasts to another layout of the same shape, unless the
+    shape is that of its transposition, too.
+    """
+    for x in HloModule(text).instructions():
+        if x.opcode == "bitcast" and len({*x.arrays[0].shape}) > 1:
+            (source,), (target,) = x.operand(0).arrays, x.arrays
+            orders = {array.layout.partition(":")[0] for array in (source, target)}
+            if source.shape == target.shape and len(orders) > 1:
+                text = text.replace(f"{x.name} = {x.type} bitcast(", f"{x.name} = {x.type} copy(")
+    return text
