@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._matrices import MatrixState
+from .._matrices import MatrixState, from_plain, to_plain
 from .._tree import is_of_keys, name_of
 
 
@@ -30,7 +30,9 @@ def filled(args: Any, high: int | None, seed: int) -> Any:
             f"verify: give high=, below which random integers are drawn, for {', '.join(faults)}; "
             "or pass arrays"
         )
-    return jtu.tree_unflatten(treedef, values)
+    drawn = jtu.tree_unflatten(treedef, values)
+    # What the parts of a state of `by_matrix` share is equal in all of them.
+    return from_plain(to_plain(drawn), drawn)
 
 
 def _value(
