@@ -15,7 +15,7 @@ import hlo_products as products
 import jax
 import numpy as np
 from hlo_elementwise import fitting
-from hlo_layouts import DTYPES, UnknownError, dtype_of
+from hlo_layouts import DTYPES, UnknownError, dtype_of, reinterpreted
 
 from mylib._audit import HloModule
 from mylib._audit.hlo import arrays_of, elements_of
@@ -69,7 +69,9 @@ class Execution:
             value = _constant(x)
             return value if of_elements else np.broadcast_to(value, (self.devices, *value.shape))
         if of_elements and x.does in ("broadcast", "reshape", "bitcast"):
-            return operands[0]
+            (source,), (target,) = x.operand(0).arrays, x.arrays
+            same = source.dtype == target.dtype
+            return operands[0] if same else reinterpreted(operands[0], source, target)
         if x.does not in RULES:
             raise UnknownError(f"the opcode {x.opcode}")
         value = RULES[x.does](self, x, *operands)
