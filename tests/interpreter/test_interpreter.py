@@ -115,9 +115,9 @@ def test_steps_on_machines(name, strategy, machine):
     if (name, strategy, machine.chip.platform) in WRONG:
         # Once these are right, xla_gpu_copy.md may go.
         assert largest(made.run(values), wanted) > 100 * ROUNDING
-        made = made._replace(text=with_copies(made.text))
         if name == "experts":
             return  # its bitcasts are to other shapes, too
+        made = made._replace(text=with_copies(made.text))
     assert largest(made.run(values), wanted) < ROUNDING
 
 

@@ -243,6 +243,7 @@ class TestOptimisersThatTakeSigns:
         assert {"[0].queries.weight", "[0].keys.weight"} <= wrong
 
 
+@pytest.mark.slow
 def test_steps_of_by_matrix():
     optim = mylib.by_matrix(optax.contrib.muon(1e-2), KEPT, mesh=MESH, dtype=jnp.bfloat16)
 
