@@ -1,14 +1,16 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
 from .groups import axis_of
-from .links import Message, seconds, stated
+from .links import Message, stated
 from .moments import Begin, End
+from .rates import links_of, measured_speed
+from .speed import Speed
 from .work import Loop, Operation, Step, Work
 
 
@@ -55,56 +57,61 @@ class Estimate:
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])
 
 
+def _reached(speed: Speed) -> str:
+    shares = (f"{100 * x:.3g}%" for x in (speed.of_products, speed.of_kernels, speed.of_memory))
+    products, kernels, memory = shares
+    return (
+        f"matrix products reach {products} of the data sheet's rate, kernels {kernels}, memory "
+        f"{memory}"
+    )
+
+
 def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
-class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, and bytes of its memory. And the shares of
-    these that are reached.
-    """
-
-    flops: Mapping[str, float]
-    memory: float
-    of_products: float = 1
-    of_kernels: float = 1
-    of_memory: float = 1
-
-    def seconds(self, operation: Operation) -> tuple[float, float]:
-        """The seconds of the products of an operation, and of its memory traffic."""
-        products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
-        share = self.of_kernels if operation.is_kernel else self.of_products
-        return products / share, operation.bytes / self.memory / self.of_memory
-
-
 def estimate(
-    work: Work, sent: Sequence[Message], axes: Mapping[str, int], machine: Machine
+    work: Work,
+    sent: Sequence[Message],
+    axes: Mapping[str, int],
+    machine: Machine,
+    measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program."""
+    """`sent` are all collectives of the program; `measured` may be another one."""
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
+    slowest = _slowest(machine.chip, real)
+    if measured is not None:
+        slowest = real = measured_speed(measured, ideal, real)
+        assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
-        f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
-        f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
+        _reached(real),
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
-    links = [seconds(message, axes, machine) for message in sent]
+    links = links_of(sent, axes, machine, measured)
     for message, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    slowest = _slowest(machine.chip, real)
-    most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
-    low = max(low, communication)
-    total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
+    copied = sum(op.times * real.copying(op) for op in work.operations)
+    unknown = any(op.host for op in work.operations) and math.isinf(real.host)
+    if unknown:
+        assumed.append("copies to and from the host cost nothing, as their rate is not known")
+    elif copied:
+        parts["host memory"] = copied
+        assumed.append("copies to and from the host run beside the operations of their iteration")
+    most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    most += communication + copied
+    low = max(low, communication, copied)
+    total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,
-        interval=(min(total, low), math.inf if work.unknown else most),
+        interval=(min(total, low), math.inf if work.unknown or unknown else most),
         parts=parts,
         exposed=max(0.0, total - body),
         bound_by=max(parts, key=lambda name: parts[name]),
@@ -113,25 +120,26 @@ def estimate(
     )
 
 
-def played(
-    steps: Sequence[Step], cost: Callable[[Operation], float], sent: Sequence[float]
-) -> float:
+def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
     """The seconds of a schedule whose operations run one after the other, and whose collectives run
-    one after the other beside them. `sent` is how long each collective takes.
+    one after the other beside them, and so do copies between a device and its host. `sent` is how
+    long each collective takes.
     """
-    now = free = 0.0
+    now = free = copied = 0.0
     ends: dict[int, float] = {}
     for step in steps:
         match step:
             case Operation():
-                now += step.times * cost(step)
+                if step.host:
+                    copied = max(now, copied) + step.times * speed.copying(step)
+                now += step.times * max(speed.seconds(step))
             case Begin():
                 free = ends[step.collective] = max(now, free) + step.share * sent[step.collective]
             case End():
                 now = max(now, ends.pop(step.collective, now))
             case Loop():
-                now += step.times * played(step.steps, cost, sent)
-    return max(now, *ends.values(), 0.0)
+                now += step.times * played(step.steps, speed, sent)
+    return max(now, copied, *ends.values(), 0.0)
 
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
@@ -160,7 +168,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
     memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
-    ideal = Speed(rates, memory / chip.devices)
+    ideal = Speed(rates, memory / chip.devices, _of_host(chip))
     like = CHIPS[_LIKE.get(chip.platform, "h100")]
     missing = [name for name in _SHARES if name not in chip.reached]
     if missing:
@@ -169,7 +177,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
     shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:2], *shares), assumed
+    return ideal, Speed(*ideal[:3], *shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
@@ -181,7 +189,11 @@ def _slowest(chip: Chip, real: Speed) -> Speed:
         share if name in chip.reached else lowest[name]
         for name, share in zip(_SHARES, given, strict=True)
     )
-    return Speed(*real[:2], *shares)
+    return Speed(*real[:3], *shares)
+
+
+def _of_host(chip: Chip) -> float:
+    return math.inf if chip.host_bandwidth is None else chip.host_bandwidth / chip.devices
 
 
 _SHARES = "products", "kernels", "memory"

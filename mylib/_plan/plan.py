@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from .._known_faults import OFFLOADED, VERSION
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -28,7 +29,8 @@ from .candidates import (
 )
 from .fixes import FixedParts
 from .layers import layers_in
-from .price import with_figures
+from .matrices import check_states
+from .price import Prices, with_figures
 from .replaced import Replaced
 from .result import TIES, Plan
 from .strategy import AXES, WIDEST, meshes
@@ -49,6 +51,7 @@ def plan(
     memory: float | None = None,
     dtype: Any = None,
     policies: Sequence[str] = ("full", "dots", "all"),
+    micro_batches: Sequence[int] = (),
     compile: int = 8,
     budget: float = 600,
     measure: int = 0,
@@ -82,7 +85,10 @@ def plan(
     - `memory`: the bytes that the step may use on each device; by default the machine's.
     - `dtype`: the dtype that layers compute in, as for `fully_shard`.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
-        batch dimensions), `"all"`.
+        batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
+    - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
+        `fun` is a function of the number that returns the step, and the plan is applied by
+        `plan.jit(fun(plan.micro_batches))`.
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
         compiler is needed, and the plan may not fit.
     - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
@@ -121,23 +127,29 @@ def plan(
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
-    step = PlannedStep.of(fun, args)
+    steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
+    steps = steps or [PlannedStep.of(fun, args)]
+    step = steps[0]
+    check_states(step.args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    options = room, dtype, tuple(policies), compile, budget, measure
+    options = room, dtype, tuple(policies), tuple(micro_batches), compile, budget, measure
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
-        return replace(saved, _planned=step)
+        made = next(x for x in steps if x.micro_batches == saved.micro_batches)
+        return replace(saved, _planned=made)
+    others = [(x, policy) for x in steps for policy in policies][1:]
     tried = priced(traced, rated, room, sizes, fixed)
-    for policy in policies[1:]:
-        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
+    for x, policy in others:
+        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)
@@ -176,6 +188,14 @@ def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str,
         raise ValueError(
             f"plan: measure={limits['measure']} runs compiled candidates, and with compile=0 there "
             "are none"
+        )
+
+
+def _check_offloading(policies: Sequence[str], target: Machine) -> None:
+    if "offload" in policies and OFFLOADED.is_on(target.chip.platform):
+        raise PlanError(
+            f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
+            "'offload' out, or use another version"
         )
 
 
@@ -320,15 +340,29 @@ def _nothing(
         rows = _most_rows(step, rejected, target)
         return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
     missing = show_bytes(least.memory - room * (1 - RESERVE))
-    helps = "more devices, a smaller batch, or micro-batches in the step"
-    if least.traced is not None and least.traced.policy != "full":
-        helps = f'policies=("full",), {helps}'
+    helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
+    tried = {x.traced.policy for x in rejected if x.traced is not None}
+    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload") if x not in tried]
     if uncompiled:
-        helps = f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left; {helps}"
+        helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"What would help: {helps}"
+        f"What would help: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
+
+
+def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
+    """How many micro-batches fit, by the model of the price."""
+    assert least.strategy is not None and least.traced is not None
+    rows = least.traced.batch_size // math.prod(
+        least.strategy.sizes[x] for x in least.strategy.rows
+    )
+    prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
+    counts = (n for n in range(2, rows + 1) if rows % n == 0)
+    count = next((n for n in counts if prices.memory(least.strategy, n) <= limit), None)
+    if count is None:
+        return "micro-batches in the step"
+    return f"{count} micro-batches in the step (by the model of its price)"
 
 
 def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Machine) -> str:

@@ -21,6 +21,7 @@ from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
 from .lifetimes import Live, lives_of
+from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
@@ -50,15 +51,17 @@ _GUESSED_FIGURES = {
     "link_bandwidth": 6e8,
     "network_bandwidth": 6e8,
 }
+# Between a chip and its host, where a data sheet lacks it: what the scaling book calls typical of
+# TPUs (https://jax-ml.github.io/scaling-book/tpus/).
+_TYPICAL_OF_HOSTS = 1.5e10
 
 
 def with_figures(machine: Machine) -> tuple[Machine, bool]:
     """A machine whose figures are all known, and whether some of them had to be assumed."""
     chip = machine.chip
     missing = {name: x for name, x in _GUESSED_FIGURES.items() if not getattr(chip, name)}
-    if not missing:
-        return machine, False
-    return dataclasses.replace(machine, chip=dataclasses.replace(chip, **missing)), True
+    figures = {"host_bandwidth": chip.host_bandwidth or _TYPICAL_OF_HOSTS, **missing}
+    return dataclasses.replace(machine, chip=dataclasses.replace(chip, **figures)), bool(missing)
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,7 @@ class Prices:
         def groups_of(arrays: Iterable[Nodes]) -> _GroupsOfMany:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
-        dtypes = {product.dtype for product in program.products}
-        self.ideal, self.real, _ = speeds(machine.chip, dtypes)
+        self.ideal, self.real, _ = speeds(machine.chip, _dtypes(traced))
         self.products = _Events(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
@@ -102,6 +104,7 @@ class Prices:
         )
         self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
         self.whole = _Events(program.whole, groups_of)
+        self.offloads = _Events(program.offloads, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
         self.sums = _Events(sums, groups_of)
@@ -110,7 +113,7 @@ class Prices:
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
         self.held_dims = groups_of(leaf.groups for leaf in leaves)
-        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in leaves])
+        self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
         values_last = machine.chip.platform != "tpu"
@@ -126,6 +129,10 @@ class Prices:
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
 
+    def memory(self, strategy: Strategy, micro_batches: int) -> int:
+        """What each device would hold if the step looped over as many micro-batches."""
+        return _Pricing(self, strategy).memory(micro_batches)
+
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
         count = math.prod(sizes[axis] for axis in axes)
@@ -135,6 +142,21 @@ class Prices:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _dtypes(traced: TracedStep) -> set[str]:
+    """Those of products."""
+    groups = [group for state in states_in(traced).values() for group in state.layout.groups]
+    return {x.dtype for x in traced.program.products} | {str(group.dtype) for group in groups}
+
+
+def _held_bytes(traced: TracedStep) -> Any:
+    """Of each argument. What depends on the mesh in states of `by_matrix` is not among them."""
+    on_mesh = tuple(path + part for path in states_in(traced) for part in OF_MESH)
+    leaves = traced.leaves
+    return np.array(
+        [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]
+    )
 
 
 class _GroupsOfMany:
@@ -215,6 +237,7 @@ class _Pricing:
         self.model = self.sizes.get(MODEL, 1)
         self.sent: dict[str, float] = {}
         self.fixed = self._fixed()
+        self.by_matrix = [*states_on(prices.traced, strategy).values()]
 
     def _fixed(self) -> dict[frozenset[int], tuple[str, ...]]:
         """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
@@ -283,21 +306,22 @@ class _Pricing:
     def price(self) -> Price:
         low, body = self.computed()
         tensor = self.tensor().sum()
-        gathers, gradients = self.gathers(), self.gradients()
-        moved = gathers + gradients
+        gathers, gradients, offloads = self.gathers(), self.gradients(), self.offloads()
+        moved = gathers + gradients + offloads
         hidden, moved = self.hidden(moved, body), moved.sum()
         exposed = tensor * (
             1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
         )
-        matrices, divided = self.matrices()
-        body, low = body.sum() - divided / self.prices.real.of_products, low - divided
+        matrices, computed = self.matrices()
+        body, low = body.sum() + computed / self.prices.real.of_products, low + computed
         sent = moved + tensor + matrices
         parts = {
             "computation": body,
             "gathers of weights": gathers.sum(),
             "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
-            "gathers of the optimiser": matrices,
+            "what the optimiser sends": matrices,
+            "offloading": offloads.sum(),
         }
         return Price(
             seconds=float(body + exposed + matrices + moved - hidden),
@@ -331,7 +355,8 @@ class _Pricing:
         np.add.at(body, products.places, times * taken)
         added = self.added() / ideal.memory
         # The optimiser reads and writes all of its state.
-        added[0] += 2 * self.held()[~prices.is_data].sum() / ideal.memory
+        held = self.held()[~prices.is_data].sum() + self.with_owners()
+        added[0] += 2 * held / ideal.memory
         return float(low + added.sum()), body + added / real.of_memory
 
     def added(self) -> Any:
@@ -376,6 +401,16 @@ class _Pricing:
                 took += self.send(kind, over, combined, np.full(len(combined), place))
         return took
 
+    def offloads(self) -> Any:
+        """The seconds of copies to the host's memory, and back, in each place."""
+        offloads, chip, took = self.prices.offloads, self.prices.machine.chip, self.nothing()
+        rate = (chip.host_bandwidth or _TYPICAL_OF_HOSTS) / chip.devices
+        times = self.prices.times_of[offloads.places]
+        np.add.at(
+            took, offloads.places, offloads.amounts / self.splits(offloads.dims) / rate * times
+        )
+        return took
+
     def tensor(self) -> Any:
         prices, sums, whole = self.prices, self.prices.sums, self.prices.whole
         _, crossed = self.crossed(sums)
@@ -396,34 +431,55 @@ class _Pricing:
         return took
 
     def matrices(self) -> tuple[float, float]:
-        """The seconds of what an optimiser of whole matrices gathers, which nothing hides, as each
-        product waits for the one before it; and what its products take less at the data sheet's
-        rates, as each device computes its rows.
+        """The seconds of what an optimiser of whole matrices sends, which nothing hides, as each
+        product waits for the one before it; and what it computes more at the data sheet's rates
+        than was counted: less than nothing where each device computes its rows of products.
         """
         products, over = self.prices.matrices, self.strategy.over
-        nbytes = [x.nbytes / self.model for x in products for _ in range(x.times)]
-        took = self.send("all-gather", over, np.array(nbytes), np.zeros(len(nbytes), int))
+        sent = [
+            ("all-gather", over, x.nbytes / self.model) for x in products for _ in range(x.times)
+        ]
+        sent += [x for state in self.by_matrix for x in sent_by(state)]
+        by_kind: dict[Any, list[float]] = {}
+        for kind, axes, nbytes in sent:
+            by_kind.setdefault((kind, axes), []).append(nbytes)
+        took = [
+            self.send(kind, axes, np.array(nbytes), np.zeros(len(nbytes), int)).sum()
+            for (kind, axes), nbytes in by_kind.items()
+        ]
         rates = self.prices.ideal.flops
         # They are divided over "model" already, as weights are.
         alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
-        return float(took.sum()), alone * (1 - 1 / self.size(over))
+        owned = sum(seconds_of(state, rates) for state in self.by_matrix)
+        return float(sum(took)), owned - alone * (1 - 1 / self.size(over))
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""
         prices = self.prices
         return self.on_each(prices.held_bytes, prices.held_dims, ~prices.is_whole)
 
-    def memory(self) -> int:
-        """What each device holds at the peak."""
+    def with_owners(self) -> int:
+        """The bytes of the states of `by_matrix` on each device."""
+        return sum(map(state_bytes, self.by_matrix))
+
+    def memory(self, micro_batches: int = 1) -> int:
+        """What each device holds at the peak; in a loop over as many micro-batches, which adds
+        their gradients.
+        """
         prices = self.prices
         nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
+        nbytes = np.where(prices.lives.has(self.data), nbytes / micro_batches, nbytes)
         if self.strategy.saved is not None:
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
         changes = np.zeros(prices.stops.max(initial=0) + 1)
         np.add.at(changes, prices.starts, nbytes)
         np.add.at(changes, prices.stops, -nbytes)
-        return int(self.held().sum() + np.cumsum(changes).max())
+        sums = prices.sums
+        nbytes = self.on_each(sums.amounts, sums.dims, prices.is_gradient)
+        added = np.dot(nbytes * prices.is_gradient, prices.times_of[sums.places])
+        held = self.held().sum() + self.with_owners() + added * (micro_batches > 1)
+        return int(held + np.cumsum(changes).max())
 
 
 def _combined(nbytes: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from .._audit import Report
 from .._jit import filter_jit
 from .._meshes import make_mesh
-from .._placement import no_mesh
+from .._placement import no_mesh, plan_in_force
 from .._text import listed, show_bytes, table
 from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
@@ -101,7 +101,8 @@ class Plan:
         `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
     - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
-        `"all"`.
+        `"all"`, or `"offload"` (products, in the host's memory).
+    - `micro_batches`: into how many the step cuts its batch.
     - `layers`: the classes of the layers.
     - `dtype`: the name of the dtype that layers compute in; None: that of the weights.
     - `arguments`, `results`: a rule for each argument by its name, and one for the results: where
@@ -135,6 +136,10 @@ class Plan:
     @property
     def policy(self) -> str:
         return self.applying.policy
+
+    @property
+    def micro_batches(self) -> int:
+        return self.applying.micro_batches
 
     @property
     def layers(self) -> tuple[type, ...]:
@@ -274,8 +279,14 @@ class Plan:
         return self._jit(make_all, tuple(place.at(1) for place in places))(*args)
 
     def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
+        def placed(*args: Any) -> Any:
+            with plan_in_force((self.applying.of_matrices, self._mesh)):
+                return make(*args)
+
         # Arguments, such as a key, may be on another mesh.
-        return filter_jit(make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh)
+        return filter_jit(
+            placed, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh
+        )
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.
@@ -345,7 +356,16 @@ class Plan:
         )
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
+            for name in (
+                "machine",
+                "axes",
+                "policy",
+                "micro_batches",
+                "saved",
+                "dtype",
+                "layers",
+                "memory",
+            )
             if ours[name] != theirs[name]
         ]
         for part in ("arguments", "used"):

@@ -12,19 +12,18 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .._belongs import Owners
 from .._compat import names
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._lines import line_that_raised
-from .._placement import trimmed
+from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
-from .equations import AXIS
 from .groups import Event, Reading, program_of
 from .layers import layers_in, repeated_in, weights_of
 
@@ -39,6 +38,10 @@ POLICIES: dict[str, tuple[str, Any]] = {
         "jax.checkpoint_policies.everything_saveable",
         jax.checkpoint_policies.everything_saveable,
     ),
+    "offload": (
+        'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")',
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    ),
 }
 # With fewer numbers an array is not worth splitting: `fsdp`'s own limit.
 SMALL = 2**12
@@ -50,16 +53,19 @@ class PlanError(MylibError, ValueError):
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step, and its arguments without numbers. `batch` is the position of the batch."""
+    """A step, and its arguments without numbers. `batch` is the position of the batch, which the
+    step cuts into as many `micro_batches`; with one it is whole.
+    """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     names: tuple[str, ...]
     roles: tuple[CalledModule, ...]
     batch: int
+    micro_batches: int = 1
 
     @staticmethod
-    def of(fun: Callable[..., Any], args: Sequence[Any]) -> "PlannedStep":
+    def of(fun: Callable[..., Any], args: Sequence[Any], micro_batches: int = 1) -> "PlannedStep":
         abstract = tuple(jax.tree.map(_described, tuple(args)))
         roles = tuple(roles_in(abstract))
         names = tuple(_names(fun, abstract))
@@ -68,7 +74,8 @@ class PlannedStep:
                 "no argument of the step has a Module that can be called: plan needs the model as "
                 "an argument, such as plan(step, batch, model, state)"
             )
-        return PlannedStep(fun, abstract, names, roles, _batch_of(abstract, names, roles))
+        batch = _batch_of(abstract, names, roles)
+        return PlannedStep(fun, abstract, names, roles, batch, micro_batches)
 
     def called(self, path: str) -> str:
         """A path of the tuple of arguments, with the argument's name."""
@@ -315,7 +322,7 @@ def trace(
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = planning_mesh()
     inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
@@ -323,7 +330,7 @@ def trace(
             return model
         if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
             raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
-        kept = where_even(fsdp(AXIS, stacked=layers))
+        kept = where_even(fsdp(PLANNING, stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
