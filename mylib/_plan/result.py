@@ -23,6 +23,7 @@ from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of, spec_text
 from .fixes import Spec
+from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
 from .trace import PlanError, PlannedStep
@@ -243,7 +244,8 @@ class Plan:
         if not self.machine.is_here:
             mesh = make_mesh(devices=jax.devices()[: self.machine.count], **self.axes)
         fun = PlannedFunction(planned.fun, self.applying, mesh)
-        return verify(fun, *(args or planned.args), high=high, seed=seed)
+        args = args or laid_out(planned.args, self.applying.of_matrices.spec_at, mesh)
+        return verify(fun, *args, high=high, seed=seed)
 
     @no_mesh()
     def make(

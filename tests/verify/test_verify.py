@@ -155,6 +155,21 @@ class TestPlan:
         given = plan.verify(batch(), model()).own[-1].largest
         assert len({report.own[-1].largest, drawn, given}) == 3
 
+    @pytest.mark.slow
+    def test_with_whole_matrices(self):
+        optim = mylib.by_matrix(optax.contrib.muon(1e-2), None)
+
+        def step(x, model, state):
+            grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), state
+
+        shapes = eqx.filter_eval_shape(
+            lambda: (batch(), m := model(), optim.init(eqx.filter(m, eqx.is_array)))
+        )
+        plan = mylib.plan(step, *shapes, axes={"data": 8}, compile=0)
+        assert max(r.difference for r in plan.verify().wide) < 1e-12
+
     def test_read_from_text_it_has_no_step(self):
         plan = mylib.plan(self.step, batch(), model(), compile=0)
         saved = mylib.Plan.of(plan.as_text(), layers=plan.layers)
