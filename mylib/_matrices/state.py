@@ -101,6 +101,8 @@ def from_plain(plain: State, like: State, /) -> State:
 def _rewritten(change: Callable[[MatrixState, Any], Any], tree: Any, values: Any) -> Any:
     is_node: Callable[[Any], bool] = lambda x: isinstance(x, MatrixState)  # noqa: E731
     nodes, structure = jtu.tree_flatten(tree, is_leaf=is_node)
+    if not any(map(is_node, nodes)):
+        return values
     parts = structure.flatten_up_to(values)
     changed = [
         change(node, x) if is_node(node) else x for node, x in zip(nodes, parts, strict=True)

@@ -5,13 +5,12 @@ import numbers
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jaxlib
 
-from .._fsdp import offloads_wrongly
+from .._known_faults import OFFLOADED, VERSION
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -145,7 +144,8 @@ def plan(
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
-        return saved
+        made = next(x for x in steps if x.micro_batches == saved.micro_batches)
+        return replace(saved, _planned=made)
     others = [(x, policy) for x in steps for policy in policies][1:]
     tried = priced(traced, rated, room, sizes, fixed)
     for x, policy in others:
@@ -192,10 +192,10 @@ def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str,
 
 
 def _check_offloading(policies: Sequence[str], target: Machine) -> None:
-    if "offload" in policies and target.chip.platform == "gpu" and offloads_wrongly():
+    if "offload" in policies and OFFLOADED.is_on(target.chip.platform):
         raise PlanError(
-            f"policies: XLA for GPUs of jaxlib {jaxlib.__version__} reads what loops have "
-            "offloaded in the wrong order (openxla/xla 46231): leave it out, or use another version"
+            f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
+            "'offload' out, or use another version"
         )
 
 
@@ -399,6 +399,7 @@ def plan_of(
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
         audit=best.report,
+        _planned=best.traced.step,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from .._known_faults import GROUPED
 from .._placement import trimmed
 from .._text import listed
 from ..machines import Machine
@@ -90,8 +91,8 @@ def strategies(
             yield Impossible(strategy.name, why, rows)
             continue
         grouped = _wrongly_summed(strategy, traced)
-        if grouped:
-            yield Impossible(strategy.name, _GROUPED + grouped)
+        if grouped and GROUPED.is_on(machine.chip.platform):
+            yield Impossible(strategy.name, f"{GROUPED.what}: {grouped}")
             continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
@@ -162,12 +163,6 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
 # Try at most this many sets of groups for the axis "model", those with most bytes first. A guess;
 # benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
-# So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions". XLA has no
-# public issue about it; tests/plan/test_planning.py fails once it is fixed, and then this may go.
-_GROUPED = (
-    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, if its "
-    "rows are not split over all devices: "
-)
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit. It is a guess, twice
 # the largest that MaxText publishes.
 WIDEST = 32
