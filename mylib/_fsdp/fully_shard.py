@@ -31,6 +31,7 @@ from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather_weights
 from .layer import LayerPlan, as_layer, is_layer, is_method
 from .prefetch_order import Turns
+from .quantised import LARGEST
 from .residuals import Residuals
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ def fully_shard(
     mesh: AnyMesh | None = None,
     dtype: Any = None,
     reduce_dtype: Any = None,
+    send_dtype: Any = None,
     checkpoint: bool = True,
     policy: Policy | None = None,
     in_turn: bool = True,
@@ -143,14 +145,14 @@ def fully_shard(
         ```
     """
     _check_order(layers, kept)
-    _check_dtypes(dtype, reduce_dtype)
+    _check_dtypes(dtype, reduce_dtype, send_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     _check_saved(saved, checkpoint)
     methods = _checked(layers, checkpoint, policy)
     if on_one_device.value:
         return model
     if in_own_dtypes.value:
-        dtype = reduce_dtype = None
+        dtype = reduce_dtype = send_dtype = None
     nodes, treedef = _flatten(model, methods)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
@@ -159,7 +161,8 @@ def fully_shard(
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     expect(leaves.arrays, kept_at)
-    route = Route(kept_at, used_at, dtype, reduce_dtype)
+    send_dtype = None if send_dtype is None else jnp.dtype(send_dtype)
+    route = Route(kept_at, used_at, dtype, reduce_dtype, send_dtype)
     turns = Turns(prefetch) if prefetch else None
     residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
 
@@ -189,7 +192,7 @@ def _gathering(
         else:
             at_top |= dict.fromkeys(inside, len(new_nodes))
         new_nodes.append(node)
-    top = replace(route, reduce_dtype=None, lookups=True).part(list(at_top))
+    top = replace(route, reduce_dtype=None, send_dtype=None, lookups=True).part(list(at_top))
     gathered, _ = gather_weights([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
         new_nodes[position] = x
@@ -214,7 +217,12 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:
+def _check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any) -> None:
+    if send_dtype is not None and getattr(jnp.dtype(send_dtype), "name", "") not in LARGEST:
+        raise TypeError(
+            f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
+            "dtypes are sent by dtype="
+        )
     for name, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if x is not None and not jnp.issubdtype(x, jnp.floating):
             raise TypeError(f"fully_shard: {name}={x!r} is not a floating dtype")

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -174,7 +174,7 @@ def _called(
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
     if in_own_dtypes.value:
-        route = replace(route, dtype=None, reduce_dtype=None)
+        route = route.in_own_dtypes()
     inputs, outline = outlined((args, kwargs))
     call = _LayerCall(method, leaves, outline)
     if world.mesh.explicit_axes:
