@@ -1,7 +1,7 @@
 """The arguments that a collective moves, and the line of Python that it comes from."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -181,11 +181,21 @@ def _informed_input(x: Instruction) -> Instruction:
 
 def _arrays(x: Instruction) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
-    over another axis.
+    over another axis; and of arguments that an operand is computed from alone, as weights in 8 bits
+    and their scales are.
     """
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
-    for made_by in islice(behind(operands, _moved_by), _FAR):
-        if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
+    for operand in operands:
+        moved = list(_arguments_behind(operand, _moved_by))
+        alone = [] if moved else [*_arguments_behind(operand, Instruction.inputs)]
+        yield from moved or (alone if len({*alone}) == 1 else ())
+
+
+def _arguments_behind(
+    operand: Instruction, inputs_of: Callable[[Instruction], Iterable[Instruction]]
+) -> Iterator[str]:
+    for made_by in islice(behind([operand], inputs_of), _FAR):
+        if made_by.opcode == "parameter" and made_by.computation is made_by.computation.module.entry:
             yield name_of(made_by)
 
 

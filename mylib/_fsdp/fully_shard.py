@@ -218,7 +218,7 @@ def _check_order(layers: Any, kept: Any) -> None:
 
 
 def _check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any) -> None:
-    if send_dtype is not None and getattr(jnp.dtype(send_dtype), "name", "") not in LARGEST:
+    if send_dtype is not None and jnp.dtype(send_dtype) not in LARGEST:
         raise TypeError(
             f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
             "dtypes are sent by dtype="

@@ -83,7 +83,7 @@ class MatrixState:
         names = "stacks", "shared", "others"
         return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
 
-    def notes(self) -> list[str]:
+    def notes_of_explain(self) -> list[str]:
         """What `mylib.explain` says below its table."""
         layout = self.layout
         return [note_on(layout.groups, layout.works)] if layout.groups else []

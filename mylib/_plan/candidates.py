@@ -96,13 +96,14 @@ def priced(
     room: float,
     axes: dict[str, int] | None = None,
     fixed: FixedParts = _NOT_FIXED,
+    send_dtypes: Sequence[str] = (),
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
     cheapest: dict[str, Tried] = {}
-    for strategy in strategies(traced, machine, axes, fixed):
+    for strategy in strategies(traced, machine, axes, fixed, send_dtypes):
         if isinstance(strategy, Impossible):
             cheapest[strategy.name] = Tried(strategy.name, why=strategy.why, rows=strategy.rows)
             continue
@@ -121,14 +122,17 @@ def too_much(needed: float, room: float, by: str) -> str:
 
 
 def ordered(tried: Sequence[Tried]) -> list[Tried]:
-    """The fastest first. Ties go to fewer axes, then to whole weights, and then to less memory."""
+    """The fastest first. Ties go to fewer axes, then to whole weights, then to weights that are not
+    rounded, and then to less memory.
+    """
     best = min(tried, key=lambda x: x.seconds, default=None)
 
     def key(x: Tried) -> tuple[Any, ...]:
         assert x.strategy is not None and best is not None
         if not is_tie(x, best):
             return 1, x.seconds, x.name
-        return 0, len(x.strategy.axes), x.strategy.is_sharded, x.seconds, x.memory, x.name
+        simple = len(x.strategy.axes), x.strategy.is_sharded, x.strategy.sent is not None
+        return 0, *simple, x.seconds, x.memory, x.name
 
     return sorted(tried, key=key)
 
@@ -142,7 +146,8 @@ def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
     by_kind: dict[Any, Tried] = {}
     for x in tried:
         assert x.strategy is not None
-        by_kind.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+        kind = x.strategy.axes, x.strategy.policy, x.strategy.is_sharded, x.strategy.sent
+        by_kind.setdefault(kind, x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
@@ -239,4 +244,5 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         policy=traced.policy,
         dtype=dtype,
         saved=strategy.saved,
+        send_dtype=strategy.sent,
     )

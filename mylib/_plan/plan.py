@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._placement import no_mesh
 from .._text import listed, show_bytes
@@ -49,6 +50,7 @@ def plan(
     used: Any = None,
     memory: float | None = None,
     dtype: Any = None,
+    send_dtypes: Sequence[Any] = (),
     policies: Sequence[str] = ("full", "dots", "all"),
     compile: int = 8,
     budget: float = 600,
@@ -82,6 +84,8 @@ def plan(
         for axes that not every mesh has.
     - `memory`: the bytes that the step may use on each device; by default the machine's.
     - `dtype`: the dtype that layers compute in, as for `fully_shard`.
+    - `send_dtypes`: dtypes in 8 bits that the plan may send weights in, as `send_dtype` of
+        `fully_shard`, besides `dtype`; by default none, as that changes numbers.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
         batch dimensions), `"all"`.
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
@@ -131,14 +135,15 @@ def plan(
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    options = room, dtype, tuple(policies), compile, budget, measure
+    sent = tuple(jnp.dtype(x).name for x in send_dtypes)
+    options = room, dtype, sent, tuple(policies), compile, budget, measure
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
         return saved
-    tried = priced(traced, rated, room, sizes, fixed)
+    tried = priced(traced, rated, room, sizes, fixed, sent)
     for policy in policies[1:]:
-        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
+        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed, sent)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)

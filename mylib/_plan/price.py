@@ -20,6 +20,7 @@ from .dims import Nodes
 from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
+from .layers import weights_of
 from .lifetimes import Live, lives_of
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
@@ -100,7 +101,12 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
+        moves = [x for x in program.moves if x.amount >= _SMALL_BYTES]
+        self.moves, sizes = _Events(moves, groups_of), _sizes_in_layers(traced)
+        # Without the scales, which are few.
+        self.moves_in_8_bits = np.array(
+            [sizes.get(tuple(map(group, x.dims)), x.amount) for x in moves], float
+        )
         self.whole = _Events(program.whole, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
@@ -135,6 +141,24 @@ class Prices:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _sizes_in_layers(traced: TracedStep) -> dict[tuple[int, ...], int]:
+    """How many numbers a matrix of a layer has, or a slice of those of stacked layers, by the
+    groups of its dimensions.
+    """
+    inside = {
+        path + in_model
+        for path, role in traced.models.items()
+        for weights in weights_of(role.module, traced.layers or (type(role.module),))
+        for in_model in weights
+    }
+    sizes: dict[tuple[int, ...], int] = {}
+    for leaf in traced.leaves:
+        first = int(traced.is_iterated(leaf))
+        if leaf.path in inside and len(leaf.groups) - first > 1:
+            sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
+    return sizes
 
 
 class _GroupsOfMany:
@@ -345,7 +369,8 @@ class _Pricing:
 
     def gathers(self) -> Any:
         moves, took = self.prices.moves, self.nothing()
-        nbytes = moves.amounts / self.splits(moves.dims)
+        amounts = moves.amounts if self.strategy.sent is None else self.prices.moves_in_8_bits
+        nbytes = amounts / self.splits(moves.dims)
         for axes, which in self.kept_over(moves.dims).items():
             gathered = np.broadcast_to(which, nbytes.shape)
             took += self.send("all-gather", axes, nbytes[gathered], moves.places[gathered])

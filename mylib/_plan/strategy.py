@@ -23,6 +23,7 @@ class Strategy:
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
     """
 
@@ -31,6 +32,7 @@ class Strategy:
     tensor: tuple[int, ...] = ()
     policy: str = "full"
     saved: Spec | None = None
+    sent: str | None = None
     fixes: Fixes = Fixes({}, {})
 
     @property
@@ -61,6 +63,8 @@ class Strategy:
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
+        if self.sent is not None:
+            name += f", sends {self.sent}"
         return name if self.policy == "full" else f"{name}, saves {self.policy}"
 
 
@@ -74,7 +78,11 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    fixed: FixedParts,
+    send_dtypes: Sequence[str] = (),
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
@@ -94,7 +102,8 @@ def strategies(
         except ContradictionError as error:
             yield Impossible(strategy.name, str(error))
             continue
-        for candidate in on_mesh:
+        sent = (None, *(send_dtypes if is_sharded else ()))
+        for candidate in [replace(x, sent=dtype) for x in on_mesh for dtype in sent]:
             yield candidate
             saved = traced.input and traced.input.spec(
                 _entry(candidate.rows), MODEL, candidate.sizes.get(MODEL, 1)

@@ -1,0 +1,144 @@
+"""Trains a small transformer with weights that are gathered in bfloat16, float8 and int8, on the
+sources of Python's standard library, and prints the losses.
+
+    python benchmarks/send_dtype.py                          three seeds
+    python benchmarks/send_dtype.py --seeds 0 --steps 200 --save losses.txt
+
+All runs compute in bfloat16 and keep float32. With the same seed they have the same weights at the
+start and the same batches.
+"""
+
+import argparse
+import os
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+import mylib
+
+WIDTH, DEPTH, HEADS, TIME, ROWS = 256, 3, 8, 64, 8
+SENT = {"bfloat16": None, "float8_e4m3fn": jnp.float8_e4m3fn, "int8": jnp.int8}
+
+
+class Block(eqx.Module):
+    norms: Array
+    mix: Array
+    out: Array
+    up: Array
+    down: Array
+
+    def __init__(self, key: Array):
+        keys = jax.random.split(key, 4)
+        shapes = (WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
+        weights = [
+            jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)
+        ]
+        self.mix, self.out, self.up, self.down = weights
+        self.norms = jnp.ones((2, WIDTH))
+
+    def __call__(self, x: Array) -> Array:
+        q, k, v = jnp.split(normalised(x) * self.norms[0] @ self.mix, 3, -1)
+        heads = [y.reshape(*y.shape[:2], HEADS, -1) for y in (q, k, v)]
+        x = x + jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape) @ self.out
+        return x + jax.nn.gelu(normalised(x) * self.norms[1] @ self.up) @ self.down
+
+
+def normalised(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+class Model(eqx.Module):
+    embed: Array
+    places: Array
+    blocks: list[Block]
+    head: Array
+
+    def __init__(self, key: Array):
+        keys = jax.random.split(key, DEPTH + 3)
+        self.embed = jax.random.normal(keys[0], (256, WIDTH)) / 8
+        self.places = jax.random.normal(keys[1], (TIME, WIDTH)) / 8
+        self.head = jax.random.normal(keys[2], (WIDTH, 256)) / WIDTH**0.5
+        self.blocks = [Block(key) for key in keys[3:]]
+
+    def __call__(self, tokens: Array) -> Array:
+        x = self.embed[tokens] + self.places
+        for block in self.blocks:
+            x = block(x)
+        return (normalised(x) @ self.head).astype(jnp.float32)
+
+
+def text() -> np.ndarray[Any, Any]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return np.frombuffer(b"\n".join(x.read_bytes() for x in sorted(folder.glob("*.py"))), np.uint8)
+
+
+def train(send: Any, seed: int, steps: int) -> list[float]:
+    mesh, kept = mylib.make_mesh(data=-1), mylib.rules.fsdp("data")
+    optim = optax.adamw(optax.warmup_constant_schedule(0, 2e-3, 100))
+
+    def make(key: Array) -> Any:
+        model = Model(key)
+        return model, optim.init(eqx.filter(model, eqx.is_array))
+
+    @mylib.filter_jit(
+        in_shardings={"tokens": P("data")},
+        out_shardings=(kept, kept, None),
+        donate="all-except-first",
+        mesh=mesh,
+    )
+    def step(tokens: Array, model: Model, state: Any) -> Any:
+        def loss_fn(model: Model) -> Array:
+            model = mylib.fully_shard(
+                model, Block, kept, mesh=mesh, dtype=jnp.bfloat16, send_dtype=send
+            )
+            logits = jax.nn.log_softmax(model(tokens[:, :-1]))
+            return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, loss
+
+    model, state = mylib.filter_jit(make, out_shardings=kept, mesh=mesh)(jax.random.key(seed))
+    rng, data, losses = np.random.default_rng(seed), text(), list[float]()
+    for _ in range(steps):
+        starts = rng.integers(len(data) - TIME, size=ROWS)
+        tokens = np.stack([data[i : i + TIME + 1] for i in starts]).astype(np.int32)
+        model, state, loss = step(tokens, model, state)
+        losses.append(float(loss))
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--sent", nargs="+", choices=[*SENT], default=[*SENT])
+    parser.add_argument("--save", type=Path)
+    options = parser.parse_args()
+    for seed in options.seeds:
+        for sent in options.sent:
+            start = time.perf_counter()
+            losses = train(SENT[sent], seed, options.steps)
+            took = time.perf_counter() - start
+            line = f"{sent} seed {seed}: {np.mean(losses):.4f}, last 100 {np.mean(losses[-100:]):.4f}"
+            print(f"{line}, {took:.0f} s", flush=True)
+            if options.save:
+                with options.save.open("a") as file:
+                    print(sent, seed, *(f"{x:.4f}" for x in losses), file=file)
+
+
+if __name__ == "__main__":
+    main()
