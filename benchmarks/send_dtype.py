@@ -43,9 +43,7 @@ class Block(eqx.Module):
     def __init__(self, key: Array):
         keys = jax.random.split(key, 4)
         shapes = (WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)
-        weights = [
-            jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)
-        ]
+        weights = [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
         self.mix, self.out, self.up, self.down = weights
         self.norms = jnp.ones((2, WIDTH))
 
@@ -133,7 +131,9 @@ def main() -> None:
             start = time.perf_counter()
             losses = train(SENT[sent], seed, options.steps)
             took = time.perf_counter() - start
-            line = f"{sent} seed {seed}: {np.mean(losses):.4f}, last 100 {np.mean(losses[-100:]):.4f}"
+            line = (
+                f"{sent} seed {seed}: {np.mean(losses):.4f}, last 100 {np.mean(losses[-100:]):.4f}"
+            )
             print(f"{line}, {took:.0f} s", flush=True)
             if options.save:
                 with options.save.open("a") as file:

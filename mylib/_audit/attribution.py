@@ -195,7 +195,10 @@ def _arguments_behind(
     operand: Instruction, inputs_of: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[str]:
     for made_by in islice(behind([operand], inputs_of), _FAR):
-        if made_by.opcode == "parameter" and made_by.computation is made_by.computation.module.entry:
+        if (
+            made_by.opcode == "parameter"
+            and made_by.computation is made_by.computation.module.entry
+        ):
             yield name_of(made_by)
 
 

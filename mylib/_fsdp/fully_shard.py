@@ -91,6 +91,12 @@ def fully_shard(
         and summed in it over the devices, if the weight is at most cast, transposed, reshaped or
         sliced before the product. Gradients of all other uses, such as biases and norms, and of
         leaves that are in no layer, are summed in `dtype`.
+    - `send_dtype`: `jnp.float8_e4m3fn` or `jnp.int8`: layers gather their weights in 8 bits, with
+        scales in float32, and cast them to `dtype`. Each device rounds its own part, with a scale
+        for each index of the gathered dimension. Gradients and tangents are not rounded: they are
+        those of `dtype`, at the rounded weights. Left out are arrays of fewer than two dimensions
+        or of integers, weights that aren't gathered, and leaves that are in no layer, such as tied
+        embeddings; [`mylib.explain`][] of the returned model says which.
     - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only

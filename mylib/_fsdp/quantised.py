@@ -6,15 +6,13 @@ that is gathered. So they are sent with the weight, and nothing is sent to find 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._placement import Target, axes_in, axis_names, entries_of
+from .._placement import Target, axis_names, entries_of
 
 # What a weight may be sent in, and the largest number that is sent.
 LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.int8): 127.0}

@@ -306,7 +306,16 @@ class Plan:
         )
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in ("machine", "axes", "policy", "saved", "dtype", "send_dtype", "layers", "memory")
+            for name in (
+                "machine",
+                "axes",
+                "policy",
+                "saved",
+                "dtype",
+                "send_dtype",
+                "layers",
+                "memory",
+            )
             if ours[name] != theirs[name]
         ]
         for part in ("arguments", "used"):
