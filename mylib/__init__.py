@@ -31,7 +31,7 @@ from ._tree import Leaf
 if TYPE_CHECKING:
     from . import contracts, data, loops, machines, mpmd, rules, testing
     from ._audit import Collective, Estimate, Parameter, Report, Work, audit
-    from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
+    from ._fsdp import accumulate, filter_checkpoint, fully_shard, recompute_resharded
     from ._matrices import by_matrix
     from ._per_device import filter_shard_map, opaque, vary
     from ._plan import Candidate, Plan, PlanError, plan
@@ -74,6 +74,7 @@ __all__ = [
     "Watching",
     "Work",
     "WrongArgumentWarning",
+    "accumulate",
     "audit",
     "by_matrix",
     "check_replicas",
@@ -109,7 +110,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         for room, names in {
             "": "contracts data loops machines mpmd rules testing",
             "_audit": "Collective Estimate Parameter Report Work audit",
-            "_fsdp": "filter_checkpoint fully_shard recompute_resharded",
+            "_fsdp": "accumulate filter_checkpoint fully_shard recompute_resharded",
             "_matrices": "by_matrix",
             "_per_device": "filter_shard_map opaque vary",
             "_plan": "Candidate Plan PlanError plan",

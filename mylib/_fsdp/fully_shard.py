@@ -31,7 +31,7 @@ from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather_weights
 from .layer import LayerPlan, as_layer, is_layer, is_method
 from .prefetch_order import Turns
-from .quantised import LARGEST
+from .quantised import IN_8_BITS
 from .residuals import Residuals
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ def fully_shard(
         ```
     """
     _check_order(layers, kept)
-    _check_dtypes(dtype, reduce_dtype, send_dtype)
+    check_dtypes(dtype, reduce_dtype, send_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     _check_saved(saved, checkpoint)
     methods = _checked(layers, checkpoint, policy)
@@ -223,8 +223,9 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def _check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any) -> None:
-    if send_dtype is not None and jnp.dtype(send_dtype) not in LARGEST:
+def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any) -> None:
+    """Refuses what weights can't be sent, computed with, or summed in."""
+    if send_dtype is not None and jnp.dtype(send_dtype) not in IN_8_BITS:
         raise TypeError(
             f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
             "dtypes are sent by dtype="

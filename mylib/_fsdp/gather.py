@@ -246,19 +246,24 @@ def _backward(
     route: Route, types: Sequence[Any], cotangents: list[Any], of_sinks: list[Any]
 ) -> list[Any]:
     """The sums of cotangents of gathered weights and of their sinks."""
-    summed = [
+    wide = [
         x if of_sink is None else x.astype(of_sink.dtype) + of_sink
         for x, of_sink in zip(cotangents, of_sinks, strict=True)
     ]
+    return summed(route, types, wide)
+
+
+def summed(route: Route, types: Sequence[Any], parts: list[Any]) -> list[Any]:
+    """Sums over the devices, of which each keeps its part, in the dtypes of `types`."""
     # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
     # each device, which on TPUs stays an all-reduce.
     between = [
         (_columns(kept, used, x.shape) if route.lookups else None) or halfway(kept, used)
-        for x, kept, used in zip(summed, route.kept, route.used, strict=True)
+        for x, kept, used in zip(parts, route.kept, route.used, strict=True)
     ]
-    summed = keep(_by_way_of(summed, between), on_device(route.kept))
-    summed = [x.astype(like.dtype) for x, like in zip(summed, types, strict=True)]
-    return list(map(of_type, keep(summed, route.kept), types))
+    sums = keep(_by_way_of(parts, between), on_device(route.kept))
+    sums = [x.astype(like.dtype) for x, like in zip(sums, types, strict=True)]
+    return list(map(of_type, keep(sums, route.kept), types))
 
 
 def of_type(x: Any, like: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._placement import Target, axis_names, entries_of
 
 # What a weight may be sent in, and the largest number that is sent.
-LARGEST = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.int8): 127.0}
+IN_8_BITS = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.int8): 127.0}
 # A scale takes as much as so many numbers in 8 bits.
 _WORTH = 4
 
@@ -78,7 +78,7 @@ def quantised(x: Any, scales: Scales, dtype: Any) -> tuple[Any, Any]:
     """A weight in the dtype that it is sent in, and its scales."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     parts = x.astype(wide).reshape(scales.shape)
-    scale = jnp.max(jnp.abs(parts), scales.over, keepdims=True) / LARGEST[dtype]
+    scale = jnp.max(jnp.abs(parts), scales.over, keepdims=True) / IN_8_BITS[dtype]
     # Of zeros. A mask instead would be sent, too.
     scale = jnp.maximum(scale, jnp.finfo(wide).tiny)
     parts = parts / scale

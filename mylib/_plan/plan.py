@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._fsdp import IN_8_BITS
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -126,6 +127,7 @@ def plan(
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    sent = _names(send_dtypes)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
     step = PlannedStep.of(fun, args)
@@ -135,7 +137,6 @@ def plan(
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    sent = tuple(jnp.dtype(x).name for x in send_dtypes)
     options = room, dtype, sent, tuple(policies), compile, budget, measure
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
@@ -183,6 +184,14 @@ def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str,
             f"plan: measure={limits['measure']} runs compiled candidates, and with compile=0 there "
             "are none"
         )
+
+
+def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
+    dtypes = tuple(map(jnp.dtype, send_dtypes))
+    if not set(dtypes) <= set(IN_8_BITS):
+        some = ", ".join(x.name for x in IN_8_BITS)
+        raise ValueError(f"plan: send_dtypes={send_dtypes!r}: write some of {some}")
+    return tuple(x.name for x in dtypes)
 
 
 def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
