@@ -36,6 +36,7 @@ from side_by_side import print_header, print_row
 import mylib
 from mylib import machines
 
+UNROLL = 1  # iterations of a scan; scan_overlap.py has 2, too
 HEADS, VOCAB, TIME = 16, 32768, 512
 DTYPE = jnp.bfloat16
 # The TPU compiler's own, for the indices of an embedding: on each device by itself.
@@ -125,7 +126,7 @@ def through(layers: Any, x: jax.Array, each: Each) -> jax.Array:
         for layer in layers:
             x = each(layer, x)
         return x
-    return jax.lax.scan(lambda x, layer: (each(layer, x), None), x, layers)[0]
+    return jax.lax.scan(lambda x, layer: (each(layer, x), None), x, layers, unroll=UNROLL)[0]
 
 
 def mlp_loss(model: MLP, x: jax.Array, each: Each) -> jax.Array:

@@ -3,6 +3,7 @@ sources of Python's standard library, and prints the losses.
 
     python benchmarks/send_dtype.py                          three seeds
     python benchmarks/send_dtype.py --seeds 0 --steps 200 --save losses.txt
+    python benchmarks/send_dtype.py --read losses.txt --until 2 --draw curve.svg
 
 All runs compute in bfloat16 and keep float32. With the same seed they have the same weights at the
 start and the same batches.
@@ -119,13 +120,79 @@ def train(send: Any, seed: int, steps: int) -> list[float]:
     return losses
 
 
+def compared(runs: dict[tuple[str, int], np.ndarray[Any, Any]], until: float) -> None:
+    """Prints the mean loss of each run until bfloat16's, smoothed, has reached a value."""
+    for seed in sorted({seed for _, seed in runs}):
+        reached = smoothed(runs["bfloat16", seed]) <= until
+        step = int(np.argmax(reached)) if reached.any() else len(reached)
+        means = [
+            f"{sent} {runs[sent, seed][:step].mean():.4f}" for sent in SENT if (sent, seed) in runs
+        ]
+        print(f"seed {seed}, {step} steps: {', '.join(means)}")
+
+
+def smoothed(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The mean of the last 50 losses at each step."""
+    sums = np.cumsum([0.0, *losses])
+    ends = np.arange(1, len(sums))
+    starts = np.maximum(ends - 50, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def drawn(runs: dict[tuple[str, int], np.ndarray[Any, Any]]) -> str:
+    """The losses as an SVG."""
+    width, height, left, top = 760, 330, 50, 30
+    steps = max(map(len, runs.values()))
+    curves = {key: smoothed(x)[49:] for key, x in runs.items()}
+    low, high = np.floor(min(x.min() for x in curves.values()) * 5) / 5, 4.0
+
+    def at(step: float, loss: float) -> str:
+        x = left + (width - left - 20) * step / steps
+        y = top + (height - top - 40) * (high - min(loss, high)) / (high - low)
+        return f"{x:.1f} {y:.1f}"
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="13">',
+        "<title>Losses of training with weights that are sent in 16 and in 8 bits</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>',
+    ]
+    for loss in np.arange(low, high + 0.01, 0.5):
+        lines.append(f'<path d="M{at(0, loss)}L{at(steps, loss)}" stroke="#ddd"/>')
+        lines.append(f'<text transform="translate({at(0, loss)})" x="-34" y="4">{loss:.1f}</text>')
+    for step in range(0, steps + 1, 500):
+        lines.append(f'<text transform="translate({at(step, low)})" y="22">{step}</text>')
+    for i, (sent, colour) in enumerate(COLOURS.items()):
+        of_dtype = [x for (name, _), x in curves.items() if name == sent]
+        lines.append(
+            f'<text x="{520 if of_dtype else -500}" y="{60 + 20 * i}" fill="{colour}">{sent}</text>'
+        )
+        for x in of_dtype:
+            points = "L".join(at(49 + j, x[j]) for j in range(0, len(x), 10))
+            lines.append(f'<path d="M{points}" stroke="{colour}" fill="none"/>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+COLOURS = {"bfloat16": "#1a237e", "float8_e4m3fn": "#e65100", "int8": "#2e7d32"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--sent", nargs="+", choices=[*SENT], default=[*SENT])
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--read", type=Path)
+    parser.add_argument("--until", type=float, default=2.0)
+    parser.add_argument("--draw", type=Path)
     options = parser.parse_args()
+    if options.read:
+        rows = [line.split() for line in options.read.read_text().splitlines()]
+        runs = {(sent, int(seed)): np.array(x, float) for sent, seed, *x in rows}
+        compared(runs, options.until)
+        if options.draw:
+            options.draw.write_text(drawn(runs))
+        return
     for seed in options.seeds:
         for sent in options.sent:
             start = time.perf_counter()

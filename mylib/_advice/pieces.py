@@ -43,7 +43,7 @@ def about_pieces(new: NewProgram) -> bool:
 
 
 def _loops(jaxpr: Any) -> Any:
-    """The loops of a program, and how many bytes of the same weights each of their turns gathers."""
+    """The loops of a program, and how many bytes of the same weights each iteration gathers."""
     for eqn in jaxpr.eqns:
         gathered = 0
         if eqn.primitive.name == names.SCAN:

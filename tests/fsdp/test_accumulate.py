@@ -75,25 +75,24 @@ def test_is_the_gradient_of_the_batch(layers):
 
 def test_dtypes():
     """Gradients are added in the dtype of the weights, or another one."""
-    options = {"mesh": GRID, "axes": AXES, "dtype": jnp.bfloat16}
-    run, placed = accumulated(LAYERS, **options)
-    wide = run(placed, BATCH)[1][0].up
-    narrow = accumulated(LAYERS, reduce_dtype=jnp.bfloat16, **options)[0](placed, BATCH)[1][0].up
     expected = eqx.filter_grad(loss)(LAYERS, BATCH)[0].up
-    assert wide.dtype == narrow.dtype == np.float32
-    assert 0 < np.abs(wide - expected).max() < np.abs(narrow - expected).max() < 0.1 * 31
+    for options, rtol in [({"dtype": "bfloat16"}, 0.1), ({"reduce_dtype": "bfloat16"}, 0.02)]:
+        run, placed = accumulated(LAYERS, mesh=GRID, axes=AXES, **options)
+        found = run(placed, BATCH)[1][0].up
+        assert found.dtype == np.float32
+        assert 1e-4 < np.abs(found - expected).max() / np.abs(expected).max() < rtol
 
 
 def test_weights_in_8_bits():
     run, placed = accumulated(LAYERS, mesh=GRID, axes=AXES, send_dtype=jnp.int8)
     assert mylib.audit(run, placed, BATCH).count("all-gather") == 4 * DEPTH
-    assert_close(run(placed, BATCH), eqx.filter_value_and_grad(loss)(LAYERS, BATCH), 0.1)
+    assert_close(run(placed, BATCH), eqx.filter_value_and_grad(loss)(LAYERS, BATCH), 0.2)
 
 
 def test_what_is_refused():
     explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     for options, reason in [
-        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"\[0\].*can't be divided into 12"),
+        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)\[0\].*can't be divided into 12"),
         ({"mesh": GRID, "axes": "rows"}, "the mesh has no axis 'rows'"),
         ({"mesh": explicit}, "can't be put off on Explicit axes"),
     ]:
