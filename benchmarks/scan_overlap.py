@@ -4,8 +4,9 @@ memory, and the time that communication takes while nothing is computed.
     python benchmarks/scan_overlap.py h100
     python benchmarks/scan_overlap.py v5e --model transformer
 
-The models of fsdp.py in a scan, kept in float32 and sent in bfloat16, compiled for 16 devices and not run: the times are estimates from the
-schedule and the data sheet, `exposed` of `mylib.audit(...).estimate()`.
+The models of fsdp.py in a scan, kept in float32 and sent in bfloat16, compiled for 16 devices and
+not run: the times are estimates from the schedule and the data sheet, `exposed` of
+`mylib.audit(...).estimate()`.
 """
 
 import argparse

@@ -84,9 +84,19 @@ def test_dtypes():
 
 
 def test_weights_in_8_bits():
-    run, placed = accumulated(LAYERS, mesh=GRID, axes=AXES, send_dtype=jnp.int8)
+    """The same as those of `fully_shard`."""
+    options = {"mesh": GRID, "send_dtype": jnp.int8}
+    run, placed = accumulated(LAYERS, axes=AXES, **options)
     assert mylib.audit(run, placed, BATCH).count("all-gather") == 4 * DEPTH
-    assert_close(run(placed, BATCH), eqx.filter_value_and_grad(loss)(LAYERS, BATCH), 0.2)
+
+    @mylib.filter_jit
+    def at_once(layers):
+        def loss_fn(layers):
+            return loss(mylib.fully_shard(layers, Block, KEPT, TENSOR, **options), BATCH)
+
+        return eqx.filter_value_and_grad(loss_fn)(layers)
+
+    assert_close(run(placed, BATCH), at_once(placed), 1e-5)
 
 
 def test_what_is_refused():

@@ -234,6 +234,17 @@ def test_what_explain_says():
     assert not mylib.explain(sharded(layers, send=None)).notes
 
 
+@pytest.mark.parametrize("send", DTYPES)
+def test_verify(send):
+    """It is the step but for the rounding, which float64 leaves out."""
+
+    def step(layers, x):
+        return eqx.filter_value_and_grad(lambda m: loss_of(sharded(m, send=send), x))(layers)
+
+    arrays, x = eqx.filter_eval_shape(lambda: (LISTED[:1], X.astype(np.float32)))
+    mylib.testing.verify(mylib.filter_jit(step, mesh=AUTO), arrays, x, high=8)
+
+
 def test_leaves_in_no_layer_are_sent_as_they_are():
     model = {"table": np.float32(X), "block": LISTED[0]}
     kept = by_path({"table": P("data")}) | KEPT
