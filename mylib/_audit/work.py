@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .collectives import Transfer
 from .hlo import Array, Computation, HloModule, Instruction
 from .moments import Begin, End, Moments, moments_of
-from .products import dtype_of, products_of
+from .products import dtype_of, products_of_instruction
 from .values import done_of, trips
 
 # A library's workspace comes after its results.
@@ -152,7 +152,7 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
     unknown = 0
     is_kernel = False
     for y in _fused(x):
-        products = products_of(y)
+        products = products_of_instruction(y)
         unknown += products is None
         is_kernel = is_kernel or y.row.kernel
         if products:

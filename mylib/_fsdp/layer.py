@@ -24,7 +24,7 @@ from .._placement import (
     show,
 )
 from .._text import listed
-from .._tree import Arrays, Leaves, Split, name_of, outlined, split
+from .._tree import Arrays, Leaves, Outline, name_of, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
@@ -215,7 +215,7 @@ def _called(
 class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Split):
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Outline):
         self._method, self._leaves, self._outline = method, leaves, outline
         self._returned = outline
 

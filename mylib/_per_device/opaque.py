@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._errors import in_words
 from .._placement import AxisSet, cast, manual_axes, union, varying
-from .._tree import Arrays, Split, outlined, signature_of
+from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
 P = ParamSpec("P")
@@ -135,8 +135,8 @@ class _OpaqueCall:
 
     fwd: Callable[..., Any] | None
     bwd: Callable[..., Any] | None
-    outline: Split
-    by_argument: list[Split]
+    outline: Outline
+    by_argument: list[Outline]
     axes: AxisSet
     # The outlines of the result and the residuals, once they have been traced.
     result: Any = None

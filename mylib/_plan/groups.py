@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._compat import names, opened
-from .._fsdp import tangent_p
-from .._products import products_of
+from .._fsdp import gathered_tangents_p
+from .._products import products_of_equation
 from .._programs import Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
@@ -213,7 +213,7 @@ class _Apply:
         sums.append(out.sum)
 
     def product(self, over: Nodes) -> None:
-        flops = 2.0 * products_of(self.eqn.source)
+        flops = 2.0 * products_of_equation(self.eqn.source)
         a, b = self.in_avals[:2]
         out = self.outs[0].nodes
         operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
@@ -528,7 +528,7 @@ _RULES: dict[str, _Rule] = {
     names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
     # Forward mode moves the tangents of weights as it moves these.
-    tangent_p.name: _Apply.barrier,
+    gathered_tangents_p.name: _Apply.barrier,
     names.WHILE: _Apply.loop,
 }
 # What else some of the operations by element tell.

@@ -18,9 +18,8 @@ from ..machines import Machine, here
 from .cache import CachedPlan
 from .candidates import (
     RESERVE,
-    TIES,
+    LiveCandidate,
     Trial,
-    Tried,
     applying,
     compiled,
     is_tie,
@@ -33,7 +32,7 @@ from .fixes import FixedParts
 from .layers import layers_in
 from .price import with_figures
 from .replaced import Replaced
-from .result import Candidate, Plan
+from .result import TIES, Plan
 from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
@@ -237,11 +236,11 @@ class _Search:
     count: int
     budget: float
     is_interrupted: bool = False
-    left: Sequence[Tried] = ()
+    left: Sequence[LiveCandidate] = ()
 
     def ranked(
-        self, tried: Sequence[Tried], measure: int, line: "_Line"
-    ) -> tuple[list[Tried], list[Tried]]:
+        self, tried: Sequence[LiveCandidate], measure: int, line: "_Line"
+    ) -> tuple[list[LiveCandidate], list[LiveCandidate]]:
         """The candidates that fit, the best first, and those that don't, the smallest first."""
         for x in tried if not self.count else ():
             # Without a compiler the price decides what fits.
@@ -260,7 +259,7 @@ class _Search:
         rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
         return ranked, rejected
 
-    def compile(self, possible: Sequence[Tried], line: "_Line") -> None:
+    def compile(self, possible: Sequence[LiveCandidate], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
         start, longest, best = time.monotonic(), 0.0, math.inf
         chosen = to_compile(possible, self.count)
@@ -281,7 +280,7 @@ class _Search:
             longest = max(longest, time.monotonic() - begun)
             best = min(best, math.inf if x.why else x.seconds)
 
-    def measure(self, chosen: Sequence[Tried], line: "_Line") -> None:
+    def measure(self, chosen: Sequence[LiveCandidate], line: "_Line") -> None:
         """Runs candidates in turns, so that what else the machine does slows all alike. The fastest
         of a few calls counts.
         """
@@ -324,8 +323,8 @@ class _Line:
 
 def _nothing(
     step: PlannedStep,
-    rejected: Sequence[Tried],
-    uncompiled: Sequence[Tried],
+    rejected: Sequence[LiveCandidate],
+    uncompiled: Sequence[LiveCandidate],
     target: Machine,
     room: float,
     budget: float,
@@ -346,7 +345,7 @@ def _nothing(
     )
 
 
-def _most_rows(step: PlannedStep, rejected: Sequence[Tried], target: Machine) -> str:
+def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Machine) -> str:
     rows = next((x.rows for x in rejected if x.rows), None)
     if rows is None:
         return ""
@@ -359,8 +358,8 @@ def _most_rows(step: PlannedStep, rejected: Sequence[Tried], target: Machine) ->
 
 
 def plan_of(
-    ranked: Sequence[Tried],
-    rejected: Sequence[Tried],
+    ranked: Sequence[LiveCandidate],
+    rejected: Sequence[LiveCandidate],
     target: Machine,
     is_assumed: bool,
     dtype: Any,
@@ -373,9 +372,9 @@ def plan_of(
         machine=target,
         axes=best.strategy.sizes,
         is_sharded=best.strategy.is_sharded,
-        chosen=_candidate(best),
-        others=tuple(map(_candidate, ranked[1:])),
-        rejected=tuple(map(_candidate, rejected)),
+        chosen=best.figures(),
+        others=tuple(x.figures() for x in ranked[1:]),
+        rejected=tuple(x.figures() for x in rejected),
         notes=tuple(_notes(ranked, target, is_assumed, best.traced)),
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
@@ -383,25 +382,8 @@ def plan_of(
     )
 
 
-def _candidate(x: Tried) -> Candidate:
-    price = x.price
-    interval = None if price is None else price.interval
-    return Candidate(
-        name=x.name,
-        seconds=None if math.isinf(x.seconds) or x.unread else x.seconds,
-        interval=None if x.unread else interval if x.estimated is None else x.estimated[1],
-        memory=None if math.isinf(x.memory) or x.unread else int(x.memory),
-        compiled=x.report is not None or bool(x.unread),
-        measured=x.measured,
-        modelled=None if price is None else price.seconds,
-        parts={} if price is None else dict(price.parts),
-        why=x.why,
-        unread=x.unread,
-    )
-
-
 def _notes(
-    ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
+    ranked: Sequence[LiveCandidate], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
     best = ranked[0]
     read = [x for x in ranked[1:] if not (x.unread or best.unread)]
