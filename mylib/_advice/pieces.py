@@ -1,7 +1,7 @@
 """Warns of loops that gather the same weights in each iteration, such as over pieces of a batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ def about_pieces(new: NewProgram) -> bool:
     return False
 
 
-def _loops(jaxpr: Any) -> Any:
+def _loops(jaxpr: Any) -> Iterator[tuple[Any, int]]:
     """The loops of a program, and how many bytes of the same weights each iteration gathers."""
     for eqn in jaxpr.eqns:
         gathered = 0
@@ -58,21 +58,21 @@ def _loops(jaxpr: Any) -> Any:
 
 
 def _gathered(jaxpr: Any, same: Sequence[bool]) -> tuple[int, list[bool]]:
-    """How many bytes are gathered of what is the `same` in each turn of a loop, by its arguments;
-    and which results are the same.
+    """How many bytes are gathered of what is the `same` in each iteration of a loop, where that is
+    said of the arguments; and which results are the same.
     """
     known = {x for x, is_same in zip(jaxpr.invars, same, strict=True) if is_same}
     known.update(jaxpr.constvars)
-    parts: dict[Any, int] = {}
+    parts: dict[int, int] = {}
     total = 0
     for eqn in jaxpr.eqns:
         are_same = [isinstance(x, Literal) or x in known for x in eqn.invars]
         inner, results = jaxprs_in(eqn), [all(are_same)] * len(eqn.outvars)
         if eqn.primitive.name in _CONSTRAINTS and are_same[0]:
-            sharding = eqn.params[names.PARAM_SHARDING]
             (before,), (after,) = eqn.invars, eqn.outvars
-            parts[after] = _parts(sharding)
-            if parts.get(before, 0) > parts[after]:
+            # By id, as literals can't be hashed.
+            parts[id(after)] = _parts(eqn.params[names.PARAM_SHARDING])
+            if parts.get(id(before), 0) > parts[id(after)]:
                 total += before.aval.size * before.aval.dtype.itemsize
         elif eqn.primitive.name == names.BARRIER:
             results = are_same

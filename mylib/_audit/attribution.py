@@ -1,7 +1,7 @@
 """The arguments that a collective moves, and the line of Python that it comes from."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -186,20 +186,22 @@ def _arrays(x: Instruction) -> Iterator[str]:
     """
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for operand in operands:
-        moved = list(_arguments_behind(operand, _moved_by))
-        alone = [] if moved else [*_arguments_behind(operand, Instruction.inputs)]
-        yield from moved or (alone if len({*alone}) == 1 else ())
+        moved = [name_of(x) for x in islice(behind([operand], _moved_by), _FAR) if _is_argument(x)]
+        yield from moved or _only_argument(operand)
 
 
-def _arguments_behind(
-    operand: Instruction, inputs_of: Callable[[Instruction], Iterable[Instruction]]
-) -> Iterator[str]:
-    for made_by in islice(behind([operand], inputs_of), _FAR):
-        if (
-            made_by.opcode == "parameter"
-            and made_by.computation is made_by.computation.module.entry
-        ):
-            yield name_of(made_by)
+def _is_argument(x: Instruction) -> bool:
+    return x.opcode == "parameter" and x.computation is x.computation.module.entry
+
+
+def _only_argument(operand: Instruction) -> set[str]:
+    """The name of the argument that a value is computed from, if there is no other."""
+    names = set[str]()
+    for number, x in enumerate(behind([operand], Instruction.inputs)):
+        names |= {name_of(x)} if _is_argument(x) else set()
+        if len(names) > 1 or number >= _FAR:
+            return set()
+    return names
 
 
 def _moved_by(x: Instruction) -> list[Instruction]:

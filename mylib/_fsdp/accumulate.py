@@ -25,7 +25,7 @@ from .._placement import (
 )
 from .._tree import Leaves, split
 from ..rules import replicated
-from .fully_shard import check_dtypes
+from .fully_shard import check_dtypes, faults_of_weights
 from .gather import Route, gather_weights, summed
 
 T = TypeVar("T")
@@ -43,7 +43,6 @@ def accumulate(
     mesh: AnyMesh | None = None,
     dtype: Any = None,
     reduce_dtype: Any = None,
-    send_dtype: Any = None,
 ) -> tuple[jax.Array, T]:
     """The loss and gradients of a batch, computed in pieces one after the other. Weights are
     gathered once, and gradients are summed over the devices once, after the last piece.
@@ -60,7 +59,7 @@ def accumulate(
     - `model`: any PyTree; gradients are taken with respect to its floating-point arrays.
     - `batch`: any PyTree. The first dimension of all of its arrays is that of the rows, which are
         split over `axes`.
-    - `kept`, `used`, `mesh`, `dtype`, `send_dtype`: as for `fully_shard`.
+    - `kept`, `used`, `mesh`, `dtype`: as for `fully_shard`.
     - `pieces`: how many. The rows of each device must be a multiple.
     - `axes`: the mesh axes of the rows.
     - `reduce_dtype`: the dtype in which gradients are added and summed; by default that of the
@@ -95,30 +94,31 @@ def accumulate(
         assert grads.layers[0].weight.sharding.spec == P("data")
         ```
     """
-    check_dtypes(dtype, reduce_dtype, send_dtype)
+    check_dtypes(dtype, reduce_dtype)
     if on_one_device.value:
         return eqx.filter_value_and_grad(loss)(model, batch)
+    if in_own_dtypes.value:
+        dtype = reduce_dtype = None
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    trained, rest = eqx.partition(model, eqx.is_inexact_array)
-    weights, rows, world = split(trained), split(batch), current_world()
+    weights, rows, world = split(model), split(batch), current_world()
     decisions = [decide(weights, placement, mesh, world) for placement in (kept, used)]
-    faults = [fault for decision in decisions for fault in decision.faults]
     over = decisions[0].mesh or world.mesh
-    if not faults:
-        faults = [*_faults(rows, over, axes, pieces)]
+    faults = [*faults_of_weights(weights, decisions), *_faults(rows, over, axes, pieces)]
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     expect(weights.arrays, kept_at)
-    route = Route(kept_at, used_at, dtype, send_dtype=send_dtype and jnp.dtype(send_dtype))
-    gathered, _ = gather_weights(
-        weights.arrays, route.in_own_dtypes() if in_own_dtypes.value else route
-    )
+    route = Route(kept_at, used_at, dtype)
+    gathered, _ = gather_weights(weights.arrays, route)
+    trained = [i for i, x in enumerate(gathered) if eqx.is_inexact_array(x)]
+    route, types = route.part(trained), [jax.typeof(weights.arrays[i]) for i in trained]
     devices = math.prod(over.shape[axis] for axis in axes)
 
     def of_piece(arrays: list[Any], piece: list[Any]) -> Any:
         def of_arrays(arrays: list[Any]) -> Any:
-            return loss(eqx.combine(weights.join(arrays), rest), rows.join(piece))
+            replaced = dict(zip(trained, arrays, strict=True))
+            values = [replaced.get(i, x) for i, x in enumerate(gathered)]
+            return loss(weights.join(values), rows.join(piece))
 
         return jax.value_and_grad(of_arrays)(arrays)
 
@@ -126,20 +126,22 @@ def accumulate(
     on_each = jax.vmap(of_piece, in_axes=(None, 0), spmd_axis_name=axes)
 
     def add(total: Any, piece: list[Any]) -> tuple[Any, None]:
-        new = on_each(gathered, piece)
+        new = on_each([gathered[i] for i in trained], piece)
         return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new), None
 
-    def zeros(x: Any, at: Target | None) -> Any:
+    def zeros(like: Any, at: Target | None) -> Any:
         spec = at.spec if isinstance(at, NamedSharding) else PartitionSpec()
-        return _at(jnp.zeros((devices, *x.shape), reduce_dtype or x.dtype), over, axes, *spec)
+        start = jnp.zeros((devices, *like.shape), reduce_dtype or like.dtype)
+        return _at(start, over, axes, *spec)
 
-    sums = [zeros(x, at) for x, at in zip(weights.arrays, used_at, strict=True)]
-    start = jnp.zeros(devices), sums
+    start = jnp.zeros(devices), list(map(zeros, types, route.used))
     cut = [_at(_cut(x, devices, pieces), over, None, axes) for x in rows.arrays]
     (value, sums), _ = jax.lax.scan(add, start, cut)
-    types = list(map(jax.typeof, weights.arrays))
-    grads = summed(route, types, [jnp.sum(x, 0) / (pieces * devices) for x in sums])
-    return jnp.mean(value) / pieces, weights.join(grads)
+    grads: list[Any] = [None] * len(gathered)
+    means = [jnp.sum(x, 0) / (pieces * devices) for x in sums]
+    for i, x in zip(trained, summed(route, types, means), strict=True):
+        grads[i] = x
+    return jnp.mean(value) / pieces, weights.fill(grads)
 
 
 def _cut(x: Any, devices: int, pieces: int) -> Any:

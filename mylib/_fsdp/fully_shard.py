@@ -162,7 +162,7 @@ def fully_shard(
     nodes, treedef = _flatten(model, methods)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
-    faults = [*_faults(leaves, decisions), *_refuse_layers(layers, model, nodes)]
+    faults = [*faults_of_weights(leaves, decisions), *_refuse_layers(layers, model, nodes)]
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
@@ -223,7 +223,7 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any) -> None:
+def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any = None) -> None:
     """Refuses what weights can't be sent, computed with, or summed in."""
     if send_dtype is not None and jnp.dtype(send_dtype) not in IN_8_BITS:
         raise TypeError(
@@ -377,7 +377,7 @@ def _missing(
         yield because(reason, fix, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
 
 
-def _faults(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
+def faults_of_weights(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
     """Faults of `kept` and `used`, in this order in `decisions`."""
     kept, used = decisions
     yield from (*kept.faults, *used.faults)

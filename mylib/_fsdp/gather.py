@@ -151,12 +151,9 @@ def _sink(x: Any, dtype: Any) -> Any:
 @partial(_gather.defjvp, symbolic_zeros=True)
 def _rule(route: Route, primals: Any, tangents: Any) -> Any:
     (arrays,), (tangents,) = primals, tangents
-    if route.send_dtype is None:
-        # Not `_gather` again: most policies of checkpoints would save the result of such a call.
-        gathered = _gathered(arrays, route)
-    else:
-        # The gradient of its gradient goes straight through, too.
-        gathered = _gather(arrays, route)
+    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result. Only
+    # weights in 8 bits need it, whose second derivative goes straight through, too.
+    gathered = (_gathered if route.send_dtype is None else _gather)(arrays, route)
     # Tangents are not rounded to 8 bits.
     plain = replace(route, send_dtype=None)
     index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]

@@ -83,22 +83,6 @@ def test_dtypes():
         assert 1e-4 < np.abs(found - expected).max() / np.abs(expected).max() < rtol
 
 
-def test_weights_in_8_bits():
-    """The same as those of `fully_shard`."""
-    options = {"mesh": GRID, "send_dtype": jnp.int8}
-    run, placed = accumulated(LAYERS, axes=AXES, **options)
-    assert mylib.audit(run, placed, BATCH).count("all-gather") == 4 * DEPTH
-
-    @mylib.filter_jit
-    def at_once(layers):
-        def loss_fn(layers):
-            return loss(mylib.fully_shard(layers, Block, KEPT, TENSOR, **options), BATCH)
-
-        return eqx.filter_value_and_grad(loss_fn)(layers)
-
-    assert_close(run(placed, BATCH), at_once(placed), 1e-5)
-
-
 def test_what_is_refused():
     explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     for options, reason in [
