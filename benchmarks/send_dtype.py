@@ -141,13 +141,13 @@ def smoothed(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def drawn(runs: dict[tuple[str, int], np.ndarray[Any, Any]]) -> str:
     """The losses as an SVG."""
-    width, height, left, top = 760, 330, 50, 30
+    width, height, left, top = 760, 330, 50, 20
     steps = max(map(len, runs.values()))
     curves = {key: smoothed(x)[49:] for key, x in runs.items()}
-    low, high = np.floor(min(x.min() for x in curves.values()) * 5) / 5, 4.0
+    low, high = np.floor(min(x.min() for x in curves.values()) * 2) / 2, 3.5
 
     def at(step: float, loss: float) -> str:
-        x = left + (width - left - 20) * step / steps
+        x = left + (width - left - 40) * step / steps
         y = top + (height - top - 40) * (high - min(loss, high)) / (high - low)
         return f"{x:.1f} {y:.1f}"
 
@@ -162,18 +162,21 @@ def drawn(runs: dict[tuple[str, int], np.ndarray[Any, Any]]) -> str:
         lines.append(f'<text transform="translate({at(0, loss)})" x="-34" y="4">{loss:.1f}</text>')
     for step in range(0, steps + 1, 500):
         lines.append(f'<text transform="translate({at(step, low)})" y="22">{step}</text>')
-    for i, (sent, colour) in enumerate(COLOURS.items()):
+    for i, (sent, style) in enumerate(STYLES.items()):
+        y = top + 30 + 22 * i
         of_dtype = [x for (name, _), x in curves.items() if name == sent]
-        lines.append(
-            f'<text x="{520 if of_dtype else -500}" y="{60 + 20 * i}" fill="{colour}">{sent}</text>'
-        )
-        for x in of_dtype:
-            points = "L".join(at(49 + j, x[j]) for j in range(0, len(x), 10))
-            lines.append(f'<path d="M{points}" stroke="{colour}" fill="none"/>')
+        paths = [[at(49 + j, x[j]) for j in range(0, len(x), 10)] for x in of_dtype]
+        paths += [[f"520 {y}", f"560 {y}"]] * bool(of_dtype)
+        lines += [f'<path d="M{"L".join(path)}" {style} fill="none"/>' for path in paths]
+        lines += [f'<text x="570" y="{y + 4}">{sent}</text>'] * bool(of_dtype)
     return "\n".join([*lines, "</svg>", ""])
 
 
-COLOURS = {"bfloat16": "#1a237e", "float8_e4m3fn": "#e65100", "int8": "#2e7d32"}
+STYLES = {
+    "bfloat16": 'stroke="#9fa8da" stroke-width="3"',
+    "float8_e4m3fn": 'stroke="#e65100"',
+    "int8": 'stroke="#1b5e20" stroke-dasharray="4 3"',
+}
 
 
 def main() -> None:
