@@ -111,37 +111,51 @@ def accumulate(
     route = Route(kept_at, used_at, dtype)
     gathered, _ = gather_weights(weights.arrays, route)
     trained = [i for i, x in enumerate(gathered) if eqx.is_inexact_array(x)]
-    route, types = route.part(trained), [jax.typeof(weights.arrays[i]) for i in trained]
-    devices = math.prod(over.shape[axis] for axis in axes)
 
     def of_piece(arrays: list[Any], piece: list[Any]) -> Any:
-        def of_arrays(arrays: list[Any]) -> Any:
-            replaced = dict(zip(trained, arrays, strict=True))
-            values = [replaced.get(i, x) for i, x in enumerate(gathered)]
-            return loss(weights.join(values), rows.join(piece))
+        replaced = dict(zip(trained, arrays, strict=True))
+        values = [replaced.get(i, x) for i, x in enumerate(gathered)]
+        return loss(weights.join(values), rows.join(piece))
 
-        return jax.value_and_grad(of_arrays)(arrays)
-
-    # Of each device by itself: nothing is summed over the devices.
-    on_each = jax.vmap(of_piece, in_axes=(None, 0), spmd_axis_name=axes)
-
-    def add(total: Any, piece: list[Any]) -> tuple[Any, None]:
-        new = on_each([gathered[i] for i in trained], piece)
-        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new), None
-
-    def zeros(like: Any, at: Target | None) -> Any:
-        spec = at.spec if isinstance(at, NamedSharding) else PartitionSpec()
-        start = jnp.zeros((devices, *like.shape), reduce_dtype or like.dtype)
-        return _at(start, over, axes, *spec)
-
-    start = jnp.zeros(devices), list(map(zeros, types, route.used))
-    cut = [_at(_cut(x, devices, pieces), over, None, axes) for x in rows.arrays]
-    (value, sums), _ = jax.lax.scan(add, start, cut)
+    route, arrays = route.part(trained), [gathered[i] for i in trained]
+    types = [jax.typeof(weights.arrays[i]) for i in trained]
+    start = [
+        (x.shape, reduce_dtype or x.dtype, at) for x, at in zip(types, route.used, strict=True)
+    ]
+    value, means = _means(of_piece, arrays, rows.arrays, start, (over, axes, pieces))
     grads: list[Any] = [None] * len(gathered)
-    means = [jnp.sum(x, 0) / (pieces * devices) for x in sums]
     for i, x in zip(trained, summed(route, types, means), strict=True):
         grads[i] = x
-    return jnp.mean(value) / pieces, weights.fill(grads)
+    return value, weights.fill(grads)
+
+
+def _means(
+    of_piece: Callable[[list[Any], list[Any]], Any],
+    arrays: list[Any],
+    rows: list[Any],
+    start: Sequence[tuple[tuple[int, ...], Any, Target | None]],
+    where: tuple[AnyMesh, Sequence[str], int],
+) -> tuple[jax.Array, list[Any]]:
+    """The mean of `of_piece` over all pieces and devices, and of its gradients, which are not yet
+    summed over the devices; `start` are their shapes, dtypes, and where the weights are used.
+    """
+    mesh, axes, pieces = where
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    # Of each device by itself: nothing is summed over the devices.
+    on_each = jax.vmap(jax.value_and_grad(of_piece), in_axes=(None, 0), spmd_axis_name=axes)
+
+    def add(total: Any, piece: list[Any]) -> tuple[Any, None]:
+        new = on_each(arrays, piece)
+        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, new), None
+
+    def zeros(shape: tuple[int, ...], dtype: Any, at: Target | None) -> Any:
+        spec = at.spec if isinstance(at, NamedSharding) else PartitionSpec()
+        return _at(jnp.zeros((devices, *shape), dtype), mesh, axes, *spec)
+
+    sums = jnp.zeros(devices), [zeros(*x) for x in start]
+    cut = [_at(_cut(x, devices, pieces), mesh, None, axes) for x in rows]
+    (value, grads), _ = jax.lax.scan(add, sums, cut)
+    return jnp.mean(value) / pieces, [jnp.sum(x, 0) / (pieces * devices) for x in grads]
 
 
 def _cut(x: Any, devices: int, pieces: int) -> Any:

@@ -102,11 +102,8 @@ class Prices:
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
         moves = [x for x in program.moves if x.amount >= _SMALL_BYTES]
-        self.moves, sizes = _Events(moves, groups_of), _sizes_in_layers(traced)
-        # Without the scales, which are few.
-        self.moves_in_8_bits = np.array(
-            [sizes.get(tuple(map(group, x.dims)), x.amount) for x in moves], float
-        )
+        self.moves = _Events(moves, groups_of)
+        self.moves_in_8_bits = _in_8_bits(moves, traced, group)
         self.whole = _Events(program.whole, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
@@ -143,9 +140,9 @@ class Prices:
         return self._links[key]
 
 
-def _sizes_in_layers(traced: TracedStep) -> dict[tuple[int, ...], int]:
-    """How many numbers a matrix of a layer has, or a slice of those of stacked layers, by the
-    groups of its dimensions.
+def _in_8_bits(moves: Sequence[Event], traced: TracedStep, group: Callable[[int], int]) -> Any:
+    """The bytes of weights that are sent in 8 bits, as `fully_shard` does: matrices of layers, or
+    slices of those of stacked layers. Without their scales, which are few.
     """
     inside = {
         path + in_model
@@ -158,7 +155,7 @@ def _sizes_in_layers(traced: TracedStep) -> dict[tuple[int, ...], int]:
         first = int(traced.is_iterated(leaf))
         if leaf.path in inside and len(leaf.groups) - first > 1:
             sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
-    return sizes
+    return np.array([sizes.get(tuple(map(group, x.dims)), x.amount) for x in moves], float)
 
 
 class _GroupsOfMany:
