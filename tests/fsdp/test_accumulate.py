@@ -71,6 +71,9 @@ def test_is_the_gradient_of_the_batch(layers):
     looped = {axis for c in report.collectives if c.loops for axis in c.axes}
     assert looped <= {"model"}
     assert report.count("all-gather") == 2 * (DEPTH if isinstance(layers, list) else 1)
+    # It isn't FSDP: gathered weights stay.
+    faults = mylib.contracts.fsdp("data", argument="layers", activations="1 MiB")(report)
+    assert any("gathered" in fault for fault in faults)
 
 
 def test_dtypes():
