@@ -40,7 +40,7 @@ def scales_of(x: Any, kept: Target | None, used: Target | None) -> Scales | str:
     if x.ndim < 2:
         return f"it has {x.ndim} dimension{'s' * (not x.ndim)}"
     if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
-        return "the compiler decides whether it is gathered"
+        return "no PartitionSpec says where it is kept and used"
     size = kept.mesh.shape
     over_axes = [[a for a in axis_names(e) if size[a] > 1] for e in entries_of(kept.spec, x.ndim)]
     stay = [

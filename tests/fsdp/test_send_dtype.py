@@ -222,7 +222,7 @@ def test_what_is_left_out():
     ]:
         assert scales_of(jax.ShapeDtypeStruct(shape, dtype), kept, whole) == reason
     assert reasons(kept=P("model"), used=P("model")) == "it is not gathered"
-    assert reasons(kept=P("data"), used=None) == "the compiler decides whether it is gathered"
+    assert reasons(kept=P("data"), used=None) == "no PartitionSpec says where it is kept and used"
     assert isinstance(reasons(kept=P("data"), used=P()), Scales)
 
 
