@@ -53,7 +53,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     around = _origin_names(informed)
     at = named if written else around
     return dict(
-        arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
+        arrays=tuple(dict.fromkeys(map(names, _arrays(x, written)))),
         primitive=_primitive(at),
         scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
@@ -179,15 +179,16 @@ def _informed_input(x: Instruction) -> Instruction:
     return next(filter(_origin_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
 
 
-def _arrays(x: Instruction) -> Iterator[str]:
+def _arrays(x: Instruction, written: bool) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
-    over another axis; and of arguments that an operand is computed from alone, as weights in 8 bits
-    and their scales are.
+    over another axis; and, unless the user has written a collective, of the argument that what is
+    gathered is computed from alone, as weights in 8 bits and their scales are.
     """
+    computed = x.row.gathers and not written
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for operand in operands:
         moved = [name_of(x) for x in islice(behind([operand], _moved_by), _FAR) if _is_argument(x)]
-        yield from moved or _only_argument(operand)
+        yield from moved or (_only_argument(operand) if computed else ())
 
 
 def _is_argument(x: Instruction) -> bool:
