@@ -184,7 +184,7 @@ def _arrays(x: Instruction, written: bool) -> Iterator[str]:
     over another axis; and, unless the user has written a collective, of the argument that what is
     gathered is computed from alone, as weights in 8 bits and their scales are.
     """
-    computed = x.row.gathers and not written
+    computed = x.row.sends == "all-gather" and not written
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for operand in operands:
         moved = [name_of(x) for x in islice(behind([operand], _moved_by), _FAR) if _is_argument(x)]
