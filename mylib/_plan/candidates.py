@@ -165,7 +165,9 @@ def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate
     by_kind: dict[Any, LiveCandidate] = {}
     for x in tried:
         assert x.strategy is not None
-        kind = x.strategy.axes, x.strategy.policy, x.strategy.is_sharded, x.strategy.sent
+        strategy = x.strategy
+        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
+        kind = *kind, strategy.sent
         by_kind.setdefault(kind, x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
@@ -263,6 +265,7 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         },
         layers=traced.layers,
         policy=traced.policy,
+        micro_batches=step.micro_batches,
         dtype=dtype,
         saved=strategy.saved,
         send_dtype=strategy.sent,

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
-from .._fsdp import IN_8_BITS
+from .._fsdp import IN_8_BITS, offloads_wrongly
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -30,7 +31,7 @@ from .candidates import (
 )
 from .fixes import FixedParts
 from .layers import layers_in
-from .price import with_figures
+from .price import Prices, with_figures
 from .replaced import Replaced
 from .result import TIES, Plan
 from .strategy import AXES, WIDEST, meshes
@@ -52,6 +53,7 @@ def plan(
     dtype: Any = None,
     send_dtypes: Sequence[Any] = (),
     policies: Sequence[str] = ("full", "dots", "all"),
+    micro_batches: Sequence[int] = (),
     compile: int = 8,
     budget: float = 600,
     measure: int = 0,
@@ -87,7 +89,10 @@ def plan(
     - `send_dtypes`: dtypes in 8 bits that the plan may send weights in, as `send_dtype` of
         `fully_shard`, besides `dtype`; by default none, as that changes numbers.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
-        batch dimensions), `"all"`.
+        batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
+    - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
+        `fun` is a function of the number that returns the step, and the plan is applied by
+        `plan.jit(fun(plan.micro_batches))`.
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
         compiler is needed, and the plan may not fit.
     - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
@@ -127,23 +132,28 @@ def plan(
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
     sent = _names(send_dtypes)
+    _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
-    step = PlannedStep.of(fun, args)
+    steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
+    steps = steps or [PlannedStep.of(fun, args)]
+    step = steps[0]
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    options = room, dtype, sent, tuple(policies), compile, budget, measure
+    limits = compile, budget, measure
+    options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
         return saved
+    others = [(x, policy) for x in steps for policy in policies][1:]
     tried = priced(traced, rated, room, sizes, fixed, sent)
-    for policy in policies[1:]:
-        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed, sent)
+    for x, policy in others:
+        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)
@@ -191,6 +201,14 @@ def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
         some = ", ".join(x.name for x in IN_8_BITS)
         raise ValueError(f"plan: send_dtypes={send_dtypes!r}: write some of {some}")
     return tuple(x.name for x in dtypes)
+
+
+def _check_offloading(policies: Sequence[str], target: Machine) -> None:
+    if "offload" in policies and target.chip.platform == "gpu" and offloads_wrongly():
+        raise PlanError(
+            f"policies: XLA for GPUs of jaxlib {jaxlib.__version__} reads what loops have "
+            "offloaded in the wrong order (openxla/xla 46231): leave it out, or use another version"
+        )
 
 
 def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
@@ -334,15 +352,29 @@ def _nothing(
         rows = _most_rows(step, rejected, target)
         return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
     missing = show_bytes(least.memory - room * (1 - RESERVE))
-    helps = "more devices, a smaller batch, or micro-batches in the step"
-    if least.traced is not None and least.traced.policy != "full":
-        helps = f'policies=("full",), {helps}'
+    helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
+    tried = {x.traced.policy for x in rejected if x.traced is not None}
+    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload") if x not in tried]
     if uncompiled:
-        helps = f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left; {helps}"
+        helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"What would help: {helps}"
+        f"What would help: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
+
+
+def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
+    """How many micro-batches fit, by the model of the price."""
+    assert least.strategy is not None and least.traced is not None
+    rows = least.traced.batch_size // math.prod(
+        least.strategy.sizes[x] for x in least.strategy.rows
+    )
+    prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
+    counts = (n for n in range(2, rows + 1) if rows % n == 0)
+    count = next((n for n in counts if prices.memory(least.strategy, n) <= limit), None)
+    if count is None:
+        return "micro-batches in the step"
+    return f"{count} micro-batches in the step (by the model of its price)"
 
 
 def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Machine) -> str:

@@ -98,7 +98,8 @@ class Plan:
         `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
     - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
-        `"all"`.
+        `"all"`, or `"offload"` (products, in the host's memory).
+    - `micro_batches`: into how many the step cuts its batch.
     - `layers`: the classes of the layers.
     - `dtype`: the name of the dtype that layers compute in; None: that of the weights.
     - `arguments`, `results`: a rule for each argument by its name, and one for the results: where
@@ -130,6 +131,10 @@ class Plan:
     @property
     def policy(self) -> str:
         return self.applying.policy
+
+    @property
+    def micro_batches(self) -> int:
+        return self.applying.micro_batches
 
     @property
     def layers(self) -> tuple[type, ...]:
@@ -312,6 +317,7 @@ class Plan:
                 "machine",
                 "axes",
                 "policy",
+                "micro_batches",
                 "saved",
                 "dtype",
                 "send_dtype",
