@@ -166,9 +166,8 @@ def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate
     for x in tried:
         assert x.strategy is not None
         strategy = x.strategy
-        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
-        kind = *kind, strategy.sent
-        by_kind.setdefault(kind, x)
+        kind = strategy.axes, strategy.is_sharded, strategy.policy
+        by_kind.setdefault((*kind, strategy.micro_batches, strategy.sent), x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
