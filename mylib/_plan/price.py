@@ -103,9 +103,7 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        moves = [x for x in program.moves if x.amount >= _SMALL_BYTES]
-        self.moves = _Events(moves, groups_of)
-        self.moves_in_8_bits = _in_8_bits(moves, traced, group)
+        self.moves = _Events(_moves(traced), groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.offloads = _Events(program.offloads, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
@@ -129,6 +127,10 @@ class Prices:
         self.starts, self.stops = moments.reshape(-1, 2).T
         self._links: dict[Any, float] = {}
 
+    @cached_property
+    def moves_in_8_bits(self) -> Any:
+        return _in_8_bits(self.traced)
+
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
 
@@ -147,7 +149,11 @@ class Prices:
         return self._links[key]
 
 
-def _in_8_bits(moves: Sequence[Event], traced: TracedStep, group: Callable[[int], int]) -> Any:
+def _moves(traced: TracedStep) -> list[Event]:
+    return [x for x in traced.program.moves if x.amount >= _SMALL_BYTES]
+
+
+def _in_8_bits(traced: TracedStep) -> Any:
     """The bytes of weights that are sent in 8 bits, as `fully_shard` does: matrices of layers, or
     slices of those of stacked layers. Without their scales, which are few.
     """
@@ -162,7 +168,9 @@ def _in_8_bits(moves: Sequence[Event], traced: TracedStep, group: Callable[[int]
         first = int(traced.is_iterated(leaf))
         if leaf.path in inside and len(leaf.groups) - first > 1:
             sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
-    return np.array([sizes.get(tuple(map(group, x.dims)), x.amount) for x in moves], float)
+    group = traced.program.dims.group
+    each = [sizes.get(tuple(map(group, x.dims)), x.amount) for x in _moves(traced)]
+    return np.array(each, float)
 
 
 class _GroupsOfMany:
