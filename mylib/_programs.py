@@ -1,6 +1,6 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,6 +58,66 @@ def optimiser_of(eqn: Any) -> str:
     """
     made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
     return next((maker for maker, _, inner in made_by if inner.startswith("update")), "")
+
+
+class OptimiserProduct(NamedTuple):
+    """A product of two matrices in an optimiser: its equation, how often it is computed, and
+    whether it is that of a matrix with itself, as in Newton-Schulz and in Shampoo's statistics.
+    """
+
+    eqn: Any
+    times: int
+    is_square: bool
+
+
+def products_of_optimisers(program: Any) -> Iterator[OptimiserProduct]:
+    """The products in the optimisers of a step, but for those inside of `shard_map`, where matrices
+    are whole.
+    """
+    yield from _products_in(program, None, 1, [])
+
+
+# Yields products, and returns numbers for results, equal for equal matrices.
+_Walk = Generator[OptimiserProduct, None, list[Any]]
+
+
+def _products_in(program: Any, operands: list[Any] | None, times: int, around: list[Any]) -> _Walk:
+    """`operands` are numbers, too, `around` are the equations that call the program: in a loop JAX
+    doesn't know which function has called the loop.
+    """
+    jaxpr = opened(program)
+    given = [*map(id, jaxpr.invars)] if operands is None else operands
+    # By the ids of variables, as literals can't be hashed.
+    numbers = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [numbers.get(id(x), id(x)) for x in eqn.invars]
+        results = yield from _products_through(eqn, values, times, around)
+        numbers.update(zip(map(id, eqn.outvars), results, strict=False))
+    known, results = {*given}, [numbers.get(id(x)) for x in jaxpr.outvars]
+    # A jaxpr may be called several times, and what it makes is new each time.
+    return [x if x in known else object() for x in results]
+
+
+def _products_through(eqn: Any, values: list[Any], times: int, around: list[Any]) -> _Walk:
+    name, here = eqn.primitive.name, [*around, eqn]
+    if name in _SAME_MATRIX:
+        return values
+    if name == names.DOT:
+        if any(map(optimiser_of, here)):
+            yield OptimiserProduct(eqn, times, values[0] == values[1])
+    elif name != names.SHARD_MAP and name not in names.KERNELS:
+        turns = eqn.params[names.PARAM_LENGTH] if name == names.SCAN else 1
+        is_call = name == names.JIT
+        for inner in jaxprs_in(eqn):
+            results = yield from _products_in(
+                inner, values if is_call else None, times * turns, here
+            )
+            if is_call:
+                return results
+    return []
+
+
+_SAME_MATRIX = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
 
 
 class Looped(NamedTuple):

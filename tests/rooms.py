@@ -34,6 +34,7 @@ ORDER = (
     "_lowered",
     "_advice",
     "_audit",
+    "_measured",
     "_show",
     "_transfer",
     "_links",

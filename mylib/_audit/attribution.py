@@ -32,6 +32,7 @@ _TRANSFORMATIONS = {
     jax_names.STACK_VMAP,
 }
 _FAR = 2000  # the most instructions that are looked at
+_NEAR = 4  # the most users whose line an instruction may have
 
 # The phase of what doesn't say where it is from.
 UNKNOWN = "unknown"
@@ -102,6 +103,14 @@ def origin(x: Instruction) -> tuple[str, str, str]:
     """The line and the primitive that compute a value, and the phase."""
     informed = x if _origin_names(x) else _informed_input(x)
     return source_of(informed), own_primitive_of(informed), phase_of(_origin_names(informed))
+
+
+def place_of(x: Instruction) -> tuple[str, str, str]:
+    """The scope, the pass and the line of an instruction, or of the nearest one that has them."""
+    near = [x, *islice(_informed_users(x), _NEAR), _informed_input(x)]
+    names = next(filter(None, map(_origin_names, near)), [])
+    source = next(filter(None, map(source_of, near)), "")
+    return _scope(names[0] if names else ""), phase_of(names), source
 
 
 def primitive_of(x: Instruction) -> str:

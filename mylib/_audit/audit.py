@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._compat import is_filter_jit, without_dead_code
 from .._errors import AuditError
@@ -19,6 +19,7 @@ from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import MeshAxes, axes_in
 from .hlo import Array, HloModule
+from .joined import instructions_of
 from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
@@ -190,7 +191,7 @@ def report_of(
         )
     candidates = candidates or [x for x in axes_in(module.text) if x.size == module.devices]
     sent = transfers(module, frozenset(local))
-    flow = Flow(module, sent)
+    flow = Flow(module, sent, _devices_of(meshes, module.devices))
     parameters = _parameters(module, names, compiled)
     work = work_of(module, sent)
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
@@ -206,6 +207,13 @@ def report_of(
         share=_share(work, traced, module.devices),
         platform="" if compiled is None else compiled_for(compiled)[0],
     )
+
+
+def _devices_of(meshes: Sequence[AnyMesh], count: int) -> tuple[int, ...]:
+    """The numbers of a program's devices, in its order: that of its mesh."""
+    known = (mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size == count)
+    mesh = next(known, None)
+    return tuple(range(count)) if mesh is None else tuple(mesh.device_ids.ravel().tolist())
 
 
 def _share(work: Work, traced: Any, devices: int) -> float | None:
@@ -290,6 +298,7 @@ def _collective(
         devices=transfer.groups.shape[1],
         spelling=", ".join(filter(None, (transfer.spelling, again))),
         branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
+        instructions=instructions_of(flow.windows[number]),
         **origin_of(x, names),
     )
 

@@ -11,6 +11,7 @@ from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
+from .moments import Window, windows_of
 from .sums import Sums
 from .values import Value, computed
 
@@ -21,10 +22,19 @@ Labels = np.ndarray
 class Flow:
     """The way of values through a program. It is followed when it is first asked for."""
 
-    def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
+    def __init__(
+        self, module: HloModule, transfers: Sequence[Transfer], numbers: Sequence[int] = ()
+    ):
         self.module: HloModule = module
         self._transfers = transfers
+        # Of the devices, in the program's order.
+        self.numbers = numbers or range(module.devices)
         self.devices: int = module.devices
+
+    @cached_property
+    def windows(self) -> list[list[Window]]:
+        """The steps of each collective."""
+        return windows_of(self.module, self._transfers)
 
     @cached_property
     def graph(self) -> Graph:

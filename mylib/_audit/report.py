@@ -4,19 +4,22 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .._errors import AuditError, folded
+from .._measured import Measured, Sent, measured_of
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
 from .groups import axis_of
-from .links import Message
+from .joined import program_of
+from .links import Message, seconds
 from .memory import lines_of
 from .opcodes import KINDS
 from .page import report_page
-from .roofline import Estimate, estimate
+from .roofline import Estimate, estimate, speeds
 from .work import Work
 
 
@@ -59,6 +62,8 @@ class Collective:
         is gathered: XLA's "involuntary full rematerialization".
     - `branches`: the conditions around it, the outermost first: each as a name, and the number of
         the branch.
+    - `instructions`: the names of the instructions that start it, and of those that end it, as
+        profilers have them.
     """
 
     kind: str
@@ -80,6 +85,7 @@ class Collective:
     devices: int
     spelling: str
     branches: tuple[tuple[str, int], ...] = ()
+    instructions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class Report:
             raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
         return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
-    def estimate(self, machine: Machine) -> Estimate:
+    def estimate(self, machine: Machine, measured: Measured | None = None) -> Estimate:
         """How long a call takes on a machine, by its data sheet, with an interval. The result
         prints its assumptions.
 
@@ -188,6 +194,8 @@ class Report:
 
         - `machine`: from `mylib.machines`. Its mesh is assumed to be laid out as
             `machine.mesh(...)` does.
+        - `measured`: a step that was measured on it, by [`mylib.Report.measured`][]: the rates that
+            its products, its memory and its links (by mesh axis) reach replace assumed ones.
 
         **Returns:**
 
@@ -201,11 +209,48 @@ class Report:
         _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
             raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
-        sent = [
+        return estimate(self.work, self._messages(), self.axes, machine, measured)
+
+    def _messages(self) -> list[Message]:
+        return [
             Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
         ]
-        return estimate(self.work, sent, self.axes, machine)
+
+    def measured(self, folder: str | Path, machine: Machine | None = None) -> Measured:
+        """Where the time of the program went, by a trace of `jax.profiler`: by layer and pass, by
+        line of Python, by collective and by device, and which devices wait for which.
+
+        The trace and the program are joined by the names of instructions. Run the audited program
+        inside of `jax.profiler.trace(folder)`, and wait there for its result.
+
+        **Arguments:**
+
+        - `folder`: what was given to `jax.profiler.trace`, or one `*.xplane.pb` file in it.
+        - `machine`: from `mylib.machines`: what `estimate` says of it stands beside the times.
+
+        **Returns:**
+
+        A [`mylib.Measured`][].
+
+        **Raises:**
+
+        [`mylib.AuditError`][] if the trace is not of this program, has several traces or none, or
+        is cut off.
+        """
+        found = None if machine is None else self.estimate(machine)
+        each: Sequence[float | None] = [None] * len(self.collectives)
+        if machine is not None:
+            each = [seconds(x, self.axes, machine)[0] * x.times for x in self._messages()]
+        what = {id(c): what_of(group) for group in _by_layer(self.collectives) for c in group}
+        sent = [
+            Sent(c.kind, c.axes, c.source, what[id(c)], estimated)
+            for c, estimated in zip(self.collectives, each, strict=True)
+        ]
+        speed = None if machine is None else speeds(machine.chip, self.work.flops)[1]
+        program = program_of(self.flow, sent, speed)
+        estimated = found and (found.seconds, found.exposed)
+        return measured_of(folder, program, str(machine or ""), estimated)
 
     def expect(self, *contracts: "Contract") -> None:
         """Checks the program, in a test.

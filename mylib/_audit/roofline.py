@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
 from .groups import axis_of
-from .links import Message, seconds, stated
+from .links import Message, stated
 from .moments import Begin, End
+from .rates import links_of, measured_speed
+from .speed import Speed
 from .work import Loop, Operation, Step, Work
 
 
@@ -55,49 +57,42 @@ class Estimate:
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])
 
 
+def _reached(speed: Speed) -> str:
+    shares = (f"{100 * x:.3g}%" for x in (speed.of_products, speed.of_kernels, speed.of_memory))
+    products, kernels, memory = shares
+    return (
+        f"matrix products reach {products} of the data sheet's rate, kernels {kernels}, memory "
+        f"{memory}"
+    )
+
+
 def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
-class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, bytes of its memory, and bytes from and to
-    its host's. And the shares of the first two that are reached.
-    """
-
-    flops: Mapping[str, float]
-    memory: float
-    host: float
-    of_products: float = 1
-    of_kernels: float = 1
-    of_memory: float = 1
-
-    def seconds(self, operation: Operation) -> tuple[float, float]:
-        """The seconds of the products of an operation, and of its memory traffic."""
-        products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
-        share = self.of_kernels if operation.is_kernel else self.of_products
-        return products / share, operation.bytes / self.memory / self.of_memory
-
-    def copying(self, operation: Operation) -> float:
-        """The seconds of an operation's copies between the device and its host."""
-        return operation.host / self.host
-
-
 def estimate(
-    work: Work, sent: Sequence[Message], axes: Mapping[str, int], machine: Machine
+    work: Work,
+    sent: Sequence[Message],
+    axes: Mapping[str, int],
+    machine: Machine,
+    measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program."""
+    """`sent` are all collectives of the program; `measured` may be another one."""
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
+    slowest = _slowest(machine.chip, real)
+    if measured is not None:
+        slowest = real = measured_speed(measured, ideal, real)
+        assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
-        f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
-        f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
+        _reached(real),
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
-    links = [seconds(message, axes, machine) for message in sent]
+    links = links_of(sent, axes, machine, measured)
     for message, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
@@ -110,7 +105,6 @@ def estimate(
     elif copied:
         parts["host memory"] = copied
         assumed.append("copies to and from the host run beside the operations of their iteration")
-    slowest = _slowest(machine.chip, real)
     most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     most += communication + copied
     low = max(low, communication, copied)

@@ -128,7 +128,8 @@ class _ScheduleReader:
         if x.waits or x.sends or x.row.free or x.row.reserves:
             return [], 0
         if x.row.calls in ("", "each") or x.does == "fusion":
-            return _operation(x)
+            operation, unknown = operation_of(x)
+            return [operation], unknown
         called = [self.read(computation) for computation in x.calls]
         parts = [steps for steps, _ in called]
         # Of all branches: one that can't be counted costs too little to be chosen.
@@ -149,7 +150,8 @@ class _ScheduleReader:
         return [step for step in steps if not isinstance(step, End)]
 
 
-def _operation(x: Instruction) -> tuple[list[Step], int]:
+def operation_of(x: Instruction) -> tuple[Operation, int]:
+    """What an instruction does, and how much of that isn't known."""
     flops: Counter[str] = Counter()
     unknown = 0
     is_kernel = False
@@ -160,7 +162,7 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
         if products:
             flops[dtype_of(y)] += 2 * products
     moved, copied = (_read(x, size) + _written(x, size) for size in (_bytes, _bytes_on_host))
-    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel, copied)], unknown
+    return Operation(1, tuple(sorted(flops.items())), moved, is_kernel, copied), unknown
 
 
 def _fused(x: Instruction) -> Iterator[Instruction]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
@@ -18,6 +18,10 @@ from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 on_one_device: Any = jax.make_user_context(False)
 # True if our `dtype=`, `reduce_dtype=` and `send_dtype=` are ignored.
 in_own_dtypes: Any = jax.make_user_context(False)
+# Where the plan of a step keeps weights, and its mesh, while the step runs under it.
+plan_in_force: Any = jax.make_user_context(None)
+# The axis of the mesh of one device on which steps are traced before they have a plan.
+PLANNING = "_"
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,10 @@ def no_mesh() -> Iterator[None]:
             if not mesh_with_devices().empty:
                 stack.enter_context(Mesh(np.empty((), object), ()))
         yield
+
+
+def planning_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), (PLANNING,), axis_types=(AxisType.Auto,))
 
 
 @functools.lru_cache(maxsize=64)

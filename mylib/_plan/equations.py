@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import Literal
 
 from .._compat import names, opened
+from .._placement import PLANNING
 from .._programs import jaxprs_in
 
 # Calls of jaxprs whose arguments are the last ones of the equation.
@@ -20,10 +21,6 @@ _INLINED = frozenset(
         names.CUSTOM_VJP_CALL,
     }
 )
-
-
-# The axis of the mesh of one device on which steps are traced.
-AXIS = "_"
 
 
 class Equation(NamedTuple):
@@ -101,9 +98,11 @@ def is_on_host(aval: Any) -> bool:
 
 
 def is_of_plan(eqn: Equation) -> bool:
-    """Whether a constraint is on the mesh on which steps are traced, not on one of the step's."""
-    mesh = getattr(eqn.params[names.PARAM_SHARDING], "mesh", None)
-    return mesh is not None and mesh.axis_names == (AXIS,)
+    """Whether it is on the mesh on which steps are traced, not on one of the step's."""
+    mesh = eqn.params.get(names.PARAM_MESH)
+    if mesh is None:
+        mesh = getattr(eqn.params[names.PARAM_SHARDING], "mesh", None)
+    return mesh is not None and mesh.axis_names == (PLANNING,)
 
 
 def is_kept(eqn: Equation) -> bool:

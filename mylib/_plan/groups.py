@@ -323,6 +323,15 @@ class _Apply:
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
 
+    def by_matrix(self) -> None:
+        """The updates of `by_matrix`, whose price is that of its layout on each mesh."""
+        if not is_of_plan(self.eqn):
+            self.unknown()
+            return
+        for x, out in zip(self.ins, self.outs, strict=False):
+            if len(x.nodes) == len(out.nodes):
+                self.dims.join_all(x.nodes, out.nodes)
+
     def transposed(self) -> None:
         order = self.param(names.PARAM_PERMUTATION)
         self._passed([self.ins[0].nodes[i] for i in order])
@@ -547,6 +556,7 @@ _RULES: dict[str, _Rule] = {
     names.REMAT: _Apply.call,
     names.RESHAPE: _Apply.reshaped,
     names.SCAN: _Apply.scan,
+    names.SHARD_MAP: _Apply.by_matrix,
     names.SQUEEZE: _Apply.squeezed,
     names.TAKEN_APART: _Apply.taken_apart,
     names.TILED: _Apply.tiled,

@@ -22,6 +22,7 @@ from .fixes import MODEL, axes_of
 from .groups import Event, Sum
 from .layers import weights_of
 from .lifetimes import Live, lives_of
+from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
@@ -94,8 +95,7 @@ class Prices:
         def groups_of(arrays: Iterable[Nodes]) -> _GroupsOfMany:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
-        dtypes = {product.dtype for product in program.products}
-        self.ideal, self.real, _ = speeds(machine.chip, dtypes)
+        self.ideal, self.real, _ = speeds(machine.chip, _dtypes(traced))
         self.products = _Events(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
@@ -114,7 +114,7 @@ class Prices:
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
         self.held_dims = groups_of(leaf.groups for leaf in leaves)
-        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in leaves])
+        self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
         values_last = machine.chip.platform != "tpu"
@@ -171,6 +171,21 @@ def _in_8_bits(traced: TracedStep) -> Any:
     group = traced.program.dims.group
     each = [sizes.get(tuple(map(group, x.dims)), x.amount) for x in _moves(traced)]
     return np.array(each, float)
+
+
+def _dtypes(traced: TracedStep) -> set[str]:
+    """Those of products."""
+    groups = [group for state in states_in(traced).values() for group in state.layout.groups]
+    return {x.dtype for x in traced.program.products} | {str(group.dtype) for group in groups}
+
+
+def _held_bytes(traced: TracedStep) -> Any:
+    """Of each argument. What depends on the mesh in states of `by_matrix` is not among them."""
+    on_mesh = tuple(path + part for path in states_in(traced) for part in OF_MESH)
+    leaves = traced.leaves
+    return np.array(
+        [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]
+    )
 
 
 class _GroupsOfMany:
@@ -251,6 +266,7 @@ class _Pricing:
         self.model = self.sizes.get(MODEL, 1)
         self.sent: dict[str, float] = {}
         self.fixed = self._fixed()
+        self.by_matrix = [*states_on(prices.traced, strategy).values()]
 
     def _fixed(self) -> dict[frozenset[int], tuple[str, ...]]:
         """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
@@ -325,15 +341,15 @@ class _Pricing:
         exposed = tensor * (
             1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
         )
-        matrices, divided = self.matrices()
-        body, low = body.sum() - divided / self.prices.real.of_products, low - divided
+        matrices, computed = self.matrices()
+        body, low = body.sum() + computed / self.prices.real.of_products, low + computed
         sent = moved + tensor + matrices
         parts = {
             "computation": body,
             "gathers of weights": gathers.sum(),
             "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
-            "gathers of the optimiser": matrices,
+            "what the optimiser sends": matrices,
             "offloading": offloads.sum(),
         }
         return Price(
@@ -368,7 +384,8 @@ class _Pricing:
         np.add.at(body, products.places, times * taken)
         added = self.added() / ideal.memory
         # The optimiser reads and writes all of its state.
-        added[0] += 2 * self.held()[~prices.is_data].sum() / ideal.memory
+        held = self.held()[~prices.is_data].sum() + self.with_owners()
+        added[0] += 2 * held / ideal.memory
         return float(low + added.sum()), body + added / real.of_memory
 
     def added(self) -> Any:
@@ -444,22 +461,36 @@ class _Pricing:
         return took
 
     def matrices(self) -> tuple[float, float]:
-        """The seconds of what an optimiser of whole matrices gathers, which nothing hides, as each
-        product waits for the one before it; and what its products take less at the data sheet's
-        rates, as each device computes its rows.
+        """The seconds of what an optimiser of whole matrices sends, which nothing hides, as each
+        product waits for the one before it; and what it computes more at the data sheet's rates
+        than was counted: less than nothing where each device computes its rows of products.
         """
         products, over = self.prices.matrices, self.strategy.over
-        nbytes = [x.nbytes / self.model for x in products for _ in range(x.times)]
-        took = self.send("all-gather", over, np.array(nbytes), np.zeros(len(nbytes), int))
+        sent = [
+            ("all-gather", over, x.nbytes / self.model) for x in products for _ in range(x.times)
+        ]
+        sent += [x for state in self.by_matrix for x in sent_by(state)]
+        by_kind: dict[Any, list[float]] = {}
+        for kind, axes, nbytes in sent:
+            by_kind.setdefault((kind, axes), []).append(nbytes)
+        took = [
+            self.send(kind, axes, np.array(nbytes), np.zeros(len(nbytes), int)).sum()
+            for (kind, axes), nbytes in by_kind.items()
+        ]
         rates = self.prices.ideal.flops
         # They are divided over "model" already, as weights are.
         alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
-        return float(took.sum()), alone * (1 - 1 / self.size(over))
+        owned = sum(seconds_of(state, rates) for state in self.by_matrix)
+        return float(sum(took)), owned - alone * (1 - 1 / self.size(over))
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""
         prices = self.prices
         return self.on_each(prices.held_bytes, prices.held_dims, ~prices.is_whole)
+
+    def with_owners(self) -> int:
+        """The bytes of the states of `by_matrix` on each device."""
+        return sum(map(state_bytes, self.by_matrix))
 
     def memory(self, micro_batches: int = 1) -> int:
         """What each device holds at the peak; in a loop over as many micro-batches, which adds
@@ -477,8 +508,8 @@ class _Pricing:
         sums = prices.sums
         nbytes = self.on_each(sums.amounts, sums.dims, prices.is_gradient)
         added = np.dot(nbytes * prices.is_gradient, prices.times_of[sums.places])
-        added *= micro_batches > 1
-        return int(self.held().sum() + added + np.cumsum(changes).max())
+        held = self.held().sum() + self.with_owners() + added * (micro_batches > 1)
+        return int(held + np.cumsum(changes).max())
 
 
 def _combined(nbytes: Any) -> Any:

@@ -12,19 +12,18 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .._belongs import Owners
 from .._compat import names
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._lines import line_that_raised
-from .._placement import trimmed
+from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
-from .equations import AXIS
 from .groups import Event, Reading, program_of
 from .layers import layers_in, repeated_in, weights_of
 
@@ -323,7 +322,7 @@ def trace(
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = planning_mesh()
     inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
@@ -331,7 +330,7 @@ def trace(
             return model
         if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
             raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
-        kept = where_even(fsdp(AXIS, stacked=layers))
+        kept = where_even(fsdp(PLANNING, stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
