@@ -1,5 +1,6 @@
 """`ReplicatedWarning`: a loop gathers the same weights in each iteration."""
 
+import re
 import warnings
 
 import equinox as eqx
@@ -90,19 +91,20 @@ def told(step, model):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "nbytes"),
+    ("model", "options", "once"),
     [
-        pytest.param(MLP, {}, "48.5 KiB", id="list"),
-        pytest.param(STACK, {}, "96.75 KiB", id="scan"),
-        pytest.param(MLP, {"send_dtype": jnp.int8}, "13.25 KiB", id="8 bits"),
+        pytest.param(MLP, {}, 32.5, id="list"),
+        pytest.param(STACK, {}, 48.75, id="scan"),
+        pytest.param(MLP, {"send_dtype": jnp.int8}, 9, id="8 bits"),
     ],
 )
 @pytest.mark.everyday("list", "scan")
-def test_a_loop_over_pieces(model, options, nbytes):
+def test_a_loop_over_pieces(model, options, once):
     (message,) = told(lambda model, batch: each(model, batch, **options), model)
     assert "each of its 2 iterations" in message and "mylib.accumulate" in message
     assert "test_pieces.py" in message
-    assert f"{nbytes} each time" in message
+    # Forward, and what the gradient needs of them again.
+    assert once < float(re.search(r"([\d.]+) KiB each time", message)[1]) <= 2 * once
 
 
 @pytest.mark.parametrize("step", [inside, at_once])
