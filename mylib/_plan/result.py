@@ -365,6 +365,7 @@ class Plan:
                 "micro_batches",
                 "saved",
                 "dtype",
+                "send_dtype",
                 "layers",
                 "memory",
             )

@@ -25,6 +25,7 @@ class Strategy:
     - `policy`: what layers save: a name in `POLICIES`.
     - `micro_batches`: into how many the step cuts its batch.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
     """
 
@@ -34,6 +35,7 @@ class Strategy:
     policy: str = "full"
     micro_batches: int = 1
     saved: Spec | None = None
+    sent: str | None = None
     fixes: Fixes = Fixes({}, {})
 
     @property
@@ -64,6 +66,8 @@ class Strategy:
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
+        if self.sent is not None:
+            name += f", sends {self.sent}"
         name += "" if self.policy == "full" else f", saves {self.policy}"
         return name if self.micro_batches == 1 else f"{name}, {self.micro_batches} micro-batches"
 
@@ -78,7 +82,11 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    fixed: FixedParts,
+    send_dtypes: Sequence[str] = (),
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
@@ -100,7 +108,8 @@ def strategies(
         except ContradictionError as error:
             yield Impossible(strategy.name, str(error))
             continue
-        for candidate in on_mesh:
+        sent = (None, *(send_dtypes if is_sharded else ()))
+        for candidate in [replace(x, sent=dtype) for x in on_mesh for dtype in sent]:
             yield candidate
             saved = traced.input and traced.input.spec(
                 _entry(candidate.rows), MODEL, candidate.sizes.get(MODEL, 1)
