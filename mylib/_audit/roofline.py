@@ -77,9 +77,9 @@ def estimate(
     machine: Machine,
     measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program; `measured` may be another one. The interval ignores
-    the order in which things run: at least, one of computation, communication and copies hides the
-    others. The estimate goes through the schedule.
+    """`sent` are all collectives of the program; `measured` may be another one. The interval
+    ignores the order in which things run: at least, one of computation, communication and copies
+    hides the others. The estimate goes through the schedule.
     """
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
