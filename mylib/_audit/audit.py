@@ -149,7 +149,7 @@ def _called(path: Any) -> str:
 
 
 def _meshes_of(compiled: jax.stages.Compiled | None) -> list[AnyMesh]:
-    """Those of a program's arguments and results, and the one in force."""
+    """The meshes of a program's arguments and results, and the one in force."""
     shardings: list[Any] = []
     if compiled is not None:
         shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))

@@ -73,7 +73,7 @@ def _bitcast(before: Array, after: Array, at: At) -> At | None:
 
 
 def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
-    """Of the two factors the dimensions of the batch, and those that are contracted."""
+    """The batch dimensions of the two factors, and the contracted ones."""
     kinds = ("lhs_batch", "rhs_batch", "lhs_contracting", "rhs_contracting")
     if not x.target:
         return tuple(numbers(x.attributes.get(f"{kind}_dims", "")) for kind in kinds)

@@ -216,7 +216,7 @@ def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
 def _as_one(
     members: Sequence[Transfer], like: Transfer, kind: str, sent: int, steps: int
 ) -> Transfer | None:
-    """Permutations as one collective of this kind, which sends so many parts in so many steps; None
+    """Permutations as one collective of this kind, which sends `sent` parts in `steps` steps; None
     if they don't go round rings of all devices in equal parts.
     """
     rings = rings_of(like.groups)

@@ -135,7 +135,7 @@ class MeshAxes(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "MeshAxes":
-        """Those of `'x'=2,'y'=4`."""
+        """The axes in `'x'=2,'y'=4`."""
         return cls.of_sizes({name: int(size) for name, size in _AXIS.findall(text)})
 
     @property

@@ -451,7 +451,7 @@ class HloModule:
         return self._stacks[frame]
 
     def instructions(self) -> Iterator[Instruction]:
-        """Those of all computations."""
+        """The instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.instructions
 

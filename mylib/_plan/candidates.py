@@ -37,13 +37,13 @@ from .strategy import (
 )
 from .trace import ArrayIn, TracedStep
 
-# What a plan leaves free, because fragmentation and the runtime need memory, too. How much is a
+# The part of the memory that a plan leaves free for fragmentation and the runtime. It is a
 # guess. Of MaxText's steps on v5e it keeps the published one (12.6 of 15.75 GiB), and rejects one
 # that compiles at 15.5 (benchmarks/plan.py).
 RESERVE = 0.05
-# What needs more memory than this by its price is not compiled. Prices were 0.76 to 0.95 of what
-# H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
-# (`benchmarks/plan.py --prices` has such rows).
+# Candidates whose modelled memory is more than this times the machine's are not compiled. Prices
+# were 0.76 to 0.95 of what H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the
+# CPU's (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
 _NOT_FIXED = FixedParts()
 

@@ -102,6 +102,7 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
+        # Small weights are whole, as `rules.fsdp` has it, so they are not gathered.
         self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.offloads = _Events(program.offloads, groups_of)
@@ -116,15 +117,20 @@ class Prices:
         self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
+        self._links: dict[Any, float] = {}
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
+        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
+        self._hold(lives, groups_of)
+
+    def _hold(self, lives: Sequence[Live], groups_of: Callable[[Any], "_GroupsOfMany"]) -> None:
+        """Sets what is held, and when."""
         self.lives = groups_of(x.nodes for x in lives)
         self.live_bytes = np.array([float(x.bytes) for x in lives])
-        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
         # The moments are numbered; these are the numbers of all starts, and of all stops.
+        # The peak is found by adding up changes, in an array with a place for each moment.
         _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
         self.starts, self.stops = moments.reshape(-1, 2).T
-        self._links: dict[Any, float] = {}
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
@@ -136,6 +142,7 @@ class Prices:
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
         count = math.prod(sizes[axis] for axis in axes)
+        # In a ring each device sends all parts but one, and an all-reduce goes around twice.
         wire = int(nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1))
         key = kind, axes, wire, tuple(sizes.items())
         if key not in self._links:
@@ -176,6 +183,7 @@ class _GroupsOfMany:
         """Which of the arrays have a dimension of these groups."""
         key = tuple(groups)
         if key not in self._having:
+            # All arrays at once: there are thousands of them, and hundreds of strategies.
             counts = np.cumsum([0, *np.isin(self._flat, key)])[self._ends]
             self._having[key] = counts[1:] > counts[:-1]
         return self._having[key]
@@ -200,6 +208,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     together: dict[int, list[Sum]] = {}
     for sum_ in traced.program.sums:
         together.setdefault(id(sum_.root), []).append(sum_)
+    # A gradient may lack dimensions of its weight: inside of a loop it has none for the layers.
     parts_of_weights = {
         frozenset(part)
         for dims, _ in traced.weights
@@ -209,6 +218,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     largest_sums: list[Sum] = []
     is_gradient: list[bool] = []
     for sums in together.values():
+        # They are added first, so only one array of their size is sent.
         largest = max(sums, key=lambda sum_: sum_.amount)
         dims = frozenset(map(group, largest.dims))
         is_gradient.append(any(x.scattered for x in sums) or dims in parts_of_weights)
@@ -294,6 +304,7 @@ class _Pricing:
             return took
         name, times = f"{kind} over {', '.join(over)}", self.prices.times_of[places]
         self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
+        # Most weights have one of a few sizes.
         different, which = np.unique(nbytes, return_inverse=True)
         once = np.array([self.prices.collective(kind, x, over, self.sizes) for x in different])
         np.add.at(took, places, once[which] * times)
@@ -336,6 +347,7 @@ class _Pricing:
         the loops in it.
         """
         total, left = 0.0, body.copy()
+        # A loop comes after what is around it, which may use the time that it leaves.
         for place in reversed(self.prices.traced.program.places):
             hidden = min(_GUESSED_HIDDEN * moved[place.number], left[place.number])
             total += hidden
@@ -350,6 +362,7 @@ class _Pricing:
         moved = np.bincount(prices.operand_of, moved, len(prices.rates)) / ideal.memory
         flops = products.amounts / self.splits(products.dims) / prices.rates
         times = prices.times_of[products.places]
+        # A device computes and reads at the same time: the slower of the two counts.
         low = np.dot(times, np.maximum(flops, moved))
         taken = np.maximum(flops / real.of_products, moved / real.of_memory)
         np.add.at(body, products.places, times * taken)
@@ -381,6 +394,8 @@ class _Pricing:
         rows, (crossed, _) = set(self.strategy.rows), self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
         large = prices.is_gradient & (sums.amounts >= _SMALL_BYTES)
+        # A gradient is reduce-scattered to where its weight is kept, and all-reduced over the other
+        # axes of the rows.
         scattered = {
             axes: large & which
             for axes, which in self.kept_over(sums.dims).items()
@@ -470,6 +485,7 @@ class _Pricing:
         nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
         nbytes = np.where(prices.lives.has(self.data), nbytes / micro_batches, nbytes)
         if self.strategy.saved is not None:
+            # `saved=` divides what layers hand to each other, if "model" doesn't divide it already.
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
         changes = np.zeros(prices.stops.max(initial=0) + 1)
