@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
 from ._lines import innermost
@@ -41,15 +41,15 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among an equation's parameters, also in tuples. Programs are large, so this must
     be fast.
     """
-    return list(_jaxprs_among(eqn.params.values()))
+    return list(jaxprs_among(eqn.params.values()))
 
 
-def _jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
+def jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
     for x in params:
         if isinstance(x, _JAXPRS):
             yield x
         elif isinstance(x, tuple | list):
-            yield from _jaxprs_among(x)
+            yield from jaxprs_among(x)
 
 
 def optimiser_of(eqn: Any) -> str:
@@ -136,16 +136,37 @@ class Looped(NamedTuple):
 def loop_of(eqn: Any, operands: list[Any]) -> Looped | None:
     """An equation as a loop, by anything that stands for its operands; None if it is none."""
     if eqn.primitive.name == names.SCAN:
-        constants, carried = scan_sizes(eqn)
-        end = constants + carried
-        parts = operands[:constants], operands[constants:end], operands[end:]
-        return Looped(eqn.params[names.PARAM_JAXPR], *parts)
+        return scan_of(eqn, operands)
     if eqn.primitive.name == names.WHILE:
         body, carried = while_body(eqn), len(eqn.outvars)
         start = len(operands) - len(opened(body).invars)
         parts = operands[start : len(operands) - carried], operands[len(operands) - carried :]
         return Looped(body, *parts, [], eqn.params[names.PARAM_COND_JAXPR], operands[:start])
     return None
+
+
+def scan_of(eqn: Any, operands: Sequence[Any]) -> Looped:
+    constants, carried = scan_sizes(eqn)
+    end = constants + carried
+    parts = map(list, (operands[:constants], operands[constants:end], operands[end:]))
+    return Looped(eqn.params[names.PARAM_JAXPR], *parts)
+
+
+def repeated(
+    loop: Looped, turn: Callable[[list[Any]], list[Any]], join: Callable[[Any, Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """What holds in every turn of a loop: for what is carried, before and after any number of
+    turns, and for the results of a turn. `turn` gives the results from what the body is given, and
+    `join` says what holds for two values that may be the same one.
+    """
+    carry = loop.carry
+    while True:
+        results = turn([*loop.constants, *carry, *loop.slices])
+        # A body also returns slices.
+        after = list(map(join, carry, results))
+        if after == carry:
+            return carry, results
+        carry = after
 
 
 def with_equations(program: Any, change: Callable[[Any], Any]) -> Any:
@@ -195,7 +216,27 @@ def in_place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+Rule = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+def followed(
+    program: Any, given: Sequence[Any], rule: Rule, others: Callable[[Any], Any]
+) -> list[Any]:
+    """The one walk through a jaxpr from top to bottom: what stands for its results, if `given`
+    stands for its arguments. `rule` is called with each equation and what stands for its operands,
+    and returns what stands for its results. `others` gives that for literals, and for constants.
+    """
+    jaxpr = opened(program)
+    values = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(x: Any) -> Any:
+        # Literals can't be hashed.
+        return others(x) if isinstance(x, Literal) or x not in values else values[x]
+
+    for eqn in jaxpr.eqns:
+        results = rule(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def interpret(
@@ -209,17 +250,25 @@ def interpret(
     `rule` calls an equation. It gets what it has returned for earlier equations, so the values may
     be of any type.
     """
-    jaxpr = opened(program)
     consts: Sequence[Any] = getattr(program, "consts", ()) if constants is None else constants
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    of_constant = dict(zip(opened(program).constvars, consts, strict=True))
 
-    def read(x: Any) -> Any:
-        return x.val if hasattr(x, "val") else values[x]
-
-    for eqn in jaxpr.eqns:
+    def call(eqn: Any, args: list[Any]) -> Sequence[Any]:
         with in_place_of(eqn):
-            values.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+            return rule(eqn, args)
+
+    def other(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else of_constant[x]
+
+    return followed(program, args, call, other)
+
+
+def at_shardings(
+    xs: Sequence[Any], shardings: Sequence[Any], constrain: Any = jax.lax.with_sharding_constraint
+) -> list[Any]:
+    """The arguments or results of a `jit` where it asks for them; some are left alone."""
+    pairs = zip(xs, shardings, strict=True)
+    return [constrain(x, s) if isinstance(s, jax.sharding.Sharding) else x for x, s in pairs]
 
 
 def checkpointed(eqn: Any, run: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -228,10 +277,24 @@ def checkpointed(eqn: Any, run: Callable[..., Any], args: Sequence[Any]) -> Any:
     return jax.checkpoint(run, **options)(*args)
 
 
-def scanned(eqn: Any, turn: Callable[..., Any], carry: Any, xs: Any) -> Any:
-    """Calls `turn` in place of what a `jax.lax.scan` calls."""
+def scanned(
+    eqn: Any, loop: Looped, turn: Callable[[Any, list[Any]], tuple[Any, list[Any], Any]], state: Any
+) -> tuple[Any, list[Any], Any]:
+    """Calls `turn` in place of the body of a `jax.lax.scan`, with a state and what the body is
+    given. It returns the next state, the body's results, and further values. Returns the last
+    state, the results of the scan, and the further values of all turns.
+    """
+    carried = len(loop.carry)
+
+    def one(state_and_carry: Any, slices: list[Any]) -> Any:
+        state, carry = state_and_carry
+        state, results, further = turn(state, [*loop.constants, *carry, *slices])
+        return (state, results[:carried]), (results[carried:], further)
+
     keys = (names.PARAM_LENGTH, names.PARAM_REVERSE, names.PARAM_UNROLL)
-    return jax.lax.scan(turn, carry, xs, **{key: eqn.params[key] for key in keys})
+    options = {key: eqn.params[key] for key in keys}
+    (state, carry), (ys, further) = jax.lax.scan(one, (state, loop.carry), loop.slices, **options)
+    return state, [*carry, *ys], further
 
 
 def line_of(eqn: Any) -> str:

@@ -31,7 +31,9 @@ _TRANSFORMATIONS = {
     jax_names.STACK_TRANSPOSE,
     jax_names.STACK_VMAP,
 }
-_FAR = 2000  # the most instructions that are looked at
+# The most instructions that are looked at. Programs of large models have many thousands, and each
+# of their collectives begins such a search.
+_FAR = 2000
 _NEAR = 4  # the most users whose line an instruction may have
 
 # The phase of what doesn't say where it is from.
@@ -46,15 +48,18 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     doesn't contain them.
     """
     named, primitive = _origin_names(x), own_primitive_of(x)
+    # The partitioner inserts some under the name of a collective that the function calls.
     generated = 'is_spmd_generated="true"' in x.text
     written = re.sub(r"_(start|done)$", "", primitive) in jax_names.COLLECTIVES and not generated
+    # An inserted one has often no name, or only that of a loop around it. What it is for is known
+    # of its user; of a gradient's sum, which only the result uses, of what it is given.
     informed = x if named and primitive not in jax_names.STRUCTURE else next(_informed_users(x), x)
     if not _origin_names(informed):
         informed = _informed_input(x)
     around = _origin_names(informed)
     at = named if written else around
     return dict(
-        arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
+        arrays=tuple(dict.fromkeys(map(names, _arrays(x, written)))),
         primitive=_primitive(at),
         scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
@@ -137,6 +142,7 @@ def phase_of(names: Sequence[str]) -> str:
     """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated; `UNKNOWN`
     without names, or if they tell of a transformation that isn't known.
     """
+    # Before the others: what is recomputed is inside the backward pass.
     if any(jax_names.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
@@ -188,14 +194,31 @@ def _informed_input(x: Instruction) -> Instruction:
     return next(filter(_origin_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
 
 
-def _arrays(x: Instruction) -> Iterator[str]:
+def _arrays(x: Instruction, written: bool) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
-    over another axis.
+    over another axis; and, unless the user has written a collective, of the argument that what is
+    gathered is computed from alone, as weights in 8 bits and their scales are.
     """
+    # The other operands of a ragged one are the result's memory, and where rows begin.
+    computed = x.row.sends == "all-gather" and not written
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
-    for made_by in islice(behind(operands, _moved_by), _FAR):
-        if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
-            yield name_of(made_by)
+    for operand in operands:
+        moved = [name_of(x) for x in islice(behind([operand], _moved_by), _FAR) if _is_argument(x)]
+        yield from moved or (_only_argument(operand) if computed else ())
+
+
+def _is_argument(x: Instruction) -> bool:
+    return x.opcode == "parameter" and x.computation is x.computation.module.entry
+
+
+def _only_argument(operand: Instruction) -> set[str]:
+    """The name of the argument that a value is computed from, if there is no other."""
+    names = set[str]()
+    for number, x in enumerate(behind([operand], Instruction.inputs)):
+        names |= {name_of(x)} if _is_argument(x) else set()
+        if len(names) > 1 or number >= _FAR:
+            return set()
+    return names
 
 
 def _moved_by(x: Instruction) -> list[Instruction]:

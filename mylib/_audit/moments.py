@@ -49,6 +49,7 @@ class Window(NamedTuple):
 
 def windows_of(module: HloModule, sent: Sequence[Transfer]) -> list[list[Window]]:
     """The steps of each collective of a program."""
+    # Where the TPU's compiler waits for what began in a fusion.
     later = dict(_ends_in_fusions(module))
     return [[*_windows(whole, later)] for whole in sent]
 
@@ -57,10 +58,12 @@ def _windows(
     whole: Transfer, later: Mapping[tuple[str, str | None], Instruction]
 ) -> Iterator[Window]:
     members = whole.members or (whole,)
+    # The steps of a chain send equal parts of it.
     share = (whole.times or 1) / sum(member.times or 1 for member in members)
     for member in members:
         for x in _outermost(member.first):
-            done = later.get(_key(member.first), x) if x is not member.first else member.done
+            # In a fusion it has no end of its own: it ends with the fusion, or a later one.
+            done = later.get(member.first.channel, x) if x is not member.first else member.done
             yield Window(member, share, x, done if member.asynchronous else x)
 
 
@@ -77,15 +80,10 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
 
 def _outermost(x: Instruction) -> Iterator[Instruction]:
     """The instruction, or the fusions that contain it."""
-    fusions = [caller for caller in x.computation.callers if caller.does == "fusion"]
-    if not fusions:
+    if not x.computation.fusions:
         yield x
-    for caller in fusions:
+    for caller in x.computation.fusions:
         yield from _outermost(caller)
-
-
-def _key(x: Instruction) -> tuple[str, str | None]:
-    return x.opcode, x.attributes.get("channel_id")
 
 
 def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
@@ -94,4 +92,4 @@ def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None]
         if x.row.window == "end":
             for y in x.inputs():
                 if "channel_id" in y.attributes:
-                    yield from ((_key(y), caller) for caller in _outermost(x))
+                    yield from ((y.channel, caller) for caller in _outermost(x))

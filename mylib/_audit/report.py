@@ -13,7 +13,7 @@ from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
-from .groups import axis_of
+from .groups import axis_of, in_words
 from .joined import program_of
 from .links import Message, seconds
 from .memory import lines_of
@@ -177,13 +177,9 @@ class Report:
             return of_kind
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if not self.axes and of_kind:
-            raise AuditError(
-                f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
-                "mylib.audit"
-            )
-        unknown = [name for name in names if axis_of(name) not in self.axes]
-        if unknown and self.axes:
-            raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
+            raise no_mesh(self)
+        for name in names if self.axes else ():
+            size_of(self, axis_of(name))
         return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine, measured: Measured | None = None) -> Estimate:
@@ -208,10 +204,11 @@ class Report:
         """
         _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
-            raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
+            raise no_mesh(self)
         return estimate(self.work, self._messages(), self.axes, machine, measured)
 
     def _messages(self) -> list[Message]:
+        # A loop whose length is unknown counts once, which the estimate says.
         return [
             Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
@@ -299,6 +296,20 @@ def _check_sheet(machine: Machine) -> None:
 Contract = Callable[[Report], Sequence[str]]
 
 
+def no_mesh(report: Report) -> AuditError:
+    return AuditError(
+        f"the mesh of {report.name} is not known: its devices have no names. Pass mesh= to "
+        "mylib.audit"
+    )
+
+
+def size_of(report: Report, axis: str) -> int:
+    """The number of devices along an axis, which there must be."""
+    if axis not in report.axes:
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
+    return report.axes[axis]
+
+
 def bytes_of(collectives: Iterable[Collective]) -> int:
     """The bytes of all executions in a call."""
     return _most((c.branches, times_of(c) * c.bytes) for c in collectives)
@@ -307,6 +318,7 @@ def bytes_of(collectives: Iterable[Collective]) -> int:
 def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
     """The sum of amounts, each with its branches; of a condition's branches only the largest."""
     total = 0
+    # In nested conditions, too: by the outermost one, and then those inside of its branches.
     inside: dict[str, dict[int, list[tuple[Sequence[tuple[str, int]], int]]]] = {}
     for branches, amount in amounts:
         if branches:
@@ -332,8 +344,7 @@ _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what
 
 
 def _title(report: Report) -> str:
-    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
-    return f"{report.name} on {axes or 'devices of an unknown mesh'}"
+    return f"{report.name} on {in_words(report.axes) or 'devices of an unknown mesh'}"
 
 
 def _divided(report: Report) -> list[str]:
@@ -342,6 +353,7 @@ def _divided(report: Report) -> list[str]:
     if share is None or devices == 1:
         return []
     parts = round(1 / share)
+    # Compilers add a few products of their own, and simplify others.
     if abs(share * parts - 1) < 0.02:
         return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
     return [f"  each device does {share:.0%} of the products"]
@@ -352,7 +364,7 @@ def sums_each_turn(report: Report, c: Collective) -> bool:
     it once, after the loop.
     """
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
-    is_inserted = c.inserted is not False
+    is_inserted = c.inserted is not False  # what the function calls, it calls in each iteration
     return report.platform == "cpu" and is_sum and is_inserted and bool(c.loops)
 
 
@@ -385,7 +397,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     return (
         ("≤ " if c.sometimes else "") + times,
         c.kind,
-        "?" if c.axes is None else ", ".join(c.axes),
+        over(c),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
         {True: "inserted", False: "written", None: "?"}[c.inserted],
@@ -395,10 +407,19 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     )
 
 
+def over(c: Collective) -> str:
+    return "?" if c.axes is None else ", ".join(c.axes)
+
+
+def folded_names(paths: Sequence[str]) -> str:
+    """The names of leaves, those of equal layers together: `a[0..5].b, c and 2 more`."""
+    return listed([*folded(paths)], _SHOWN)
+
+
 def what_of(group: Sequence[Collective]) -> str:
     """The names of the arrays that equal collectives move."""
-    moved = listed([*folded([path for c in group for path in c.arrays])], _SHOWN)
-    summed = listed([*folded([path for c in group for path in c.gradients])], _SHOWN)
+    moved = folded_names([path for c in group for path in c.arrays])
+    summed = folded_names([path for c in group for path in c.gradients])
     if moved or summed:
         return moved or f"gradient of {summed}"
     return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
-from .groups import axis_of
+from .groups import axis_of, in_words
 from .links import Message, stated
 from .moments import Begin, End
 from .rates import links_of, measured_speed
@@ -107,7 +107,9 @@ def estimate(
         assumed.append("copies to and from the host run beside the operations of their iteration")
     most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     most += communication + copied
+    # At least: one of the three hides the others.
     low = max(low, communication, copied)
+    # The bounds ignore the order in which things run; the estimate goes through the schedule.
     total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,
@@ -144,11 +146,12 @@ def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
     count = math.prod(axes.values())
+    # A program for one device runs on one of any machine.
     if count not in (1, machine.count):
-        mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"the program runs on {count} devices ({mesh}), and {machine} has {machine.count}: "
-            "pass a machine of the program's size, or compile for the mesh machine.mesh(...)"
+            f"the program runs on {count} devices ({in_words(axes)}), and {machine} has "
+            f"{machine.count}: pass a machine of the program's size, or compile for the mesh "
+            "machine.mesh(...)"
         )
 
 
@@ -160,6 +163,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     assumed: list[str] = []
     for dtype in dtypes:
         instead, rate = _rate(chip, dtype)
+        # Data sheets are of chips, and some chips are two devices.
         rates[dtype] = math.inf if rate is None else rate / chip.devices
         if rate is None:
             assumed.append(f"products of {dtype}, without a rate, cost only their memory")
@@ -176,20 +180,15 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"the shares that {', '.join(missing)} reach on {chip.name} are not known (`reached` "
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
-    shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:3], *shares), assumed
+    shares = {f"of_{name}": chip.reached.get(name, like.reached[name]) for name in _SHARES}
+    return ideal, ideal._replace(**shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
     """With the lowest share that is known of any chip in the place of one that is not."""
     known = [x.reached for x in CHIPS.values()]
-    lowest = {name: min(x[name] for x in known if name in x) for name in _SHARES}
-    given = (real.of_products, real.of_kernels, real.of_memory)
-    shares = (
-        share if name in chip.reached else lowest[name]
-        for name, share in zip(_SHARES, given, strict=True)
-    )
-    return Speed(*real[:3], *shares)
+    missing = [name for name in _SHARES if name not in chip.reached]
+    return real._replace(**{f"of_{n}": min(x[n] for x in known if n in x) for n in missing})
 
 
 def _of_host(chip: Chip) -> float:

@@ -23,6 +23,9 @@ HI_CALL = "call_hi_primitive"
 JIT = "jit"
 REMAT = "remat2"
 SHARD_MAP = "shard_map"
+# Calls of one jaxpr that do nothing else: their operands are its arguments, the last ones if it has
+# fewer, and their results its results.
+CALLS = frozenset({JIT, CLOSED_CALL, EVAL_JAXPR, CUSTOM_JVP_CALL, CUSTOM_VJP_CALL})
 # Calls that mylib doesn't handle specially. Their types are right, too.
 OTHER_CALLS = frozenset(
     {

@@ -2,6 +2,7 @@
 is computed again in the backward pass.
 """
 
+from .accumulate import accumulate as accumulate
 from .checkpoint import (
     filter_checkpoint as filter_checkpoint,
     recompute_resharded as recompute_resharded,
@@ -9,3 +10,4 @@ from .checkpoint import (
 from .fully_shard import fully_shard as fully_shard
 from .gather import gathered_tangents_p as gathered_tangents_p
 from .layer import is_layer as is_layer
+from .quantised import IN_8_BITS as IN_8_BITS

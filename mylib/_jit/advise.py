@@ -9,6 +9,7 @@ from .._advice import (
     about_arrivals,
     about_gathered,
     about_order,
+    about_pieces,
     about_replicated,
 )
 from .._tree import Outline
@@ -22,11 +23,11 @@ class Advice:
 
     def __init__(self) -> None:
         self._numbers = ChangingNumbers()
-        # Whether it has been told that all devices compute the same.
+        # Whether a warning has said that all devices compute the same.
         self.is_replicated_told = False
 
     def about_new(self, call: Call, latest: Outline | None, inputs: Inputs | None) -> None:
-        """Of a call with a new tree of arguments, after that of the call before."""
+        """Warns about a call with a new tree of arguments; `latest` is that of the call before."""
         wrapped = call.wrapped
         self._numbers.look_at(call.outline, latest, wrapped.name, partial(leaves_of, call))
         if inputs is not None and isinstance(inputs.placement, dict):
@@ -52,4 +53,5 @@ class Advise(Step):
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
             new = NewProgram(name, given, returned, names, call.outline.count, program)
-            self._advice.is_replicated_told = about_replicated(new) or about_gathered(new)
+            looks = about_replicated, about_gathered, about_pieces
+            self._advice.is_replicated_told = any(look(new) for look in looks)

@@ -53,7 +53,7 @@ class MatrixState:
             shared.append(tuple(on_mesh(group, x, x.shape, whole) for x in self.shared[old]))
         return MatrixState(tuple(stacks), tuple(shared), self.others, layout)
 
-    def notes(self) -> list[str]:
+    def notes_of_explain(self) -> list[str]:
         """What `mylib.explain` says below its table."""
         layout = self.layout
         return [note_on(layout.groups, layout.works)] if layout.groups else []

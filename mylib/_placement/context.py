@@ -90,6 +90,7 @@ def no_mesh() -> Iterator[None]:
 
 
 def planning_mesh() -> Mesh:
+    # One device is enough for constraints that say where weights are gathered.
     return Mesh(np.array(jax.devices()[:1]), (PLANNING,), axis_types=(AxisType.Auto,))
 
 

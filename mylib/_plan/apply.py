@@ -35,6 +35,8 @@ class Planned(Rule):
         return replace(self, depth=depth)
 
     def _path(self, path: tuple[Any, ...]) -> str | None:
+        # Not by `_belongs`, which also finds the weight of a leaf with further keys in its path, as
+        # of a moment: each array of the step has a place of its own, and one without must raise.
         starts = range(len(path) + 1) if self.depth is None else (self.depth,)
         ends = (jtu.keystr(path[start:]) for start in starts)
         return next((end for end in ends if end in self.specs), None)
@@ -103,6 +105,7 @@ class Applying:
     micro_batches: int
     dtype: Any
     saved: Spec | None
+    send_dtype: str | None
 
     def kept(self, model: str) -> Planned:
         """Where a model's weights are kept."""
@@ -121,7 +124,7 @@ class Applying:
         return Planned(unambiguous(pairs), "the weights of by_matrix, ")
 
     def fixed_in(self, model: str) -> list[str]:
-        """Those of a model's weights that `kept=` fixes, by their path in it."""
+        """The paths of a model's weights that `kept=` fixes."""
         name, rest = self._named(model)
         fixed = self.fixed.get(name, ())
         return [path for path in self.used[model] if rest + path in fixed]
@@ -136,7 +139,8 @@ class Applying:
 
     def shard(self, model: str, module: Any, mesh: Mesh) -> Any:
         kept, used = self.kept(model), self.used_in(model)
-        return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy, self.saved)
+        options = self.dtype, self.policy, self.saved, self.send_dtype
+        return sharded(module, self.layers, kept, used, mesh, *options)
 
 
 class PlannedFunction:

@@ -165,6 +165,8 @@ class _Reader:
         top: bool = False,
     ) -> list[_Operand]:
         """Walks through a jaxpr with these arguments; its results."""
+        # Not `followed` of `_programs`, which opens no calls: the uses of a value are counted over
+        # all equations, and when each begins and ends tells what is held at the same time.
         values = dict(zip(jaxpr.invars, operands, strict=True))
         values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
 
@@ -172,6 +174,7 @@ class _Reader:
             if is_literal(var):
                 return _Operand(self.fresh(var.aval))
             value = values[var]
+            # If a turn also uses what it adds to, the sum is needed in each turn.
             is_used_once = value.carried is None or uses[var] == 1
             return value if is_used_once else replace(value, carried=None)
 
@@ -244,6 +247,7 @@ class _Apply:
         a, b = (x.nodes for x in self.ins[:2])
         for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
             self.dims.join(a[i], b[j])
+        # The order of JAX's results: rows of both, then the free dimensions of each factor.
         free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows))]
         self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
         self.product(tuple(a[i] for i in left))
@@ -255,6 +259,7 @@ class _Apply:
         by_feature = self.param(names.PARAM_FEATURE_GROUPS) > 1
         a, b = (x.nodes for x in self.ins[:2])
         out_nodes = self.outs[0].nodes
+        # Dimensions of space stay apart: a window reaches over the border of a part.
         if by_batch:
             self.program.grouped.append((_line(self.eqn), a[lhs[1]]))
         else:
@@ -271,6 +276,7 @@ class _Apply:
         inside = [self.reader.fresh(var.aval) for var in body.invars[start : start + carried]]
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
+        # Turns follow each other, so their dimension can't be split to any use.
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
         operands = [_Operand(x.nodes, origin=x.origin) for x in before]
         operands += [
@@ -285,6 +291,7 @@ class _Apply:
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
+            # Each turn only adds to it: XLA all-reduces it once, after the loop.
             if value.carried == i and value.sum is not None:
                 out.sum, value.sum.root.after = value.sum, self.place
         for out, value in zip(self.outs[carried:], results[carried:], strict=True):
@@ -305,6 +312,7 @@ class _Apply:
         loop = self._loop()
         body, operands = opened(loop.body), [*loop.constants, *loop.carry]
         inside = [_Operand(x.nodes, origin=x.origin) for x in operands]
+        # How often it runs depends on data.
         results = self.reader.through(body, inside, self._turns(1))
         for out, value, x in zip(self.outs, results, loop.carry, strict=True):
             self.dims.join_all(out.nodes, value.nodes)
@@ -312,7 +320,7 @@ class _Apply:
         self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
-        """Of a checkpoint, or of the branches of a condition, of which all are counted."""
+        """A checkpoint, or the branches of a condition, all of which are counted."""
         called = jaxprs_in(self.eqn.source)
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
@@ -320,6 +328,7 @@ class _Apply:
             for out, value in zip(self.outs, results, strict=True):
                 self.dims.join_all(out.nodes, value.nodes)
                 out.origin = value.origin
+                # Which of several branches makes the sum is known only while the program runs.
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
 
@@ -351,6 +360,7 @@ class _Apply:
     def broadcast(self) -> None:
         out_shape = shape_of(self.out_avals[0])
         for i, j in enumerate(self.param(names.PARAM_BROADCAST_DIMENSIONS)):
+            # A dimension of size 1 that is repeated has no parts.
             if self.shape(0)[i] == out_shape[j]:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
         if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
@@ -376,10 +386,12 @@ class _Apply:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
         for out in self.outs:
             self.dims.join_all(out.nodes, _without(nodes, axes))
+        # Over dimensions of size 1 nothing is reduced.
         if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
             self.outs[0].sum = self.ins[0].sum
         else:
             self.sum_over(nodes[i] for i in axes)
+        # A maximum takes a collective of the same size, but no part of a later sum.
         if self.eqn.name != names.REDUCE_SUM:
             self.outs[0].sum = None
 
@@ -402,6 +414,7 @@ class _Apply:
     def cut(self) -> None:
         whole: list[int] = []
         for a, b, before, after in self._dimensions():
+            # A reversed dimension keeps its size, but each element goes to another part.
             if before == after and self.eqn.name != names.REVERSED:
                 self.dims.join(a, b)
             elif before > 1:
@@ -435,7 +448,9 @@ class _Apply:
             if sizes[i] == self.shape(0)[i]:
                 self.dims.join(out[o], table.nodes[i])
             else:
+                # A slice of several places may reach over the border of a part.
                 (looked_up if sizes[i] == 1 else cut).append(table.nodes[i])
+        # The last dimension of the indices has the coordinates of each.
         self.dims.join_all(_without(out, numbers.offset_dims), indices.nodes[:-1])
         self._join_batches(table, indices, numbers.start_indices_batching_dims)
         # Each device looks up the rows that it has, and the results are summed.
@@ -460,6 +475,7 @@ class _Apply:
         rows = _without(updates.nodes, numbers.update_window_dims)
         self.dims.join_all(rows, indices.nodes[:-1])
         self._join_batches(table, indices, numbers.scatter_indices_batching_dims)
+        # Each device adds the rows that it has to a table of its own.
         self.sum_over(rows)
 
     def made_of_keys(self) -> None:
@@ -474,6 +490,7 @@ class _Apply:
 
     def by_element(self) -> None:
         out, size = self.outs[0], shape_of(self.out_avals[0])
+        # The others are single numbers.
         alike = [x for x, a in zip(self.ins, self.in_avals, strict=True) if shape_of(a) == size]
         for x in alike:
             self.dims.join_all(out.nodes, x.nodes)
@@ -485,10 +502,12 @@ class _Apply:
     def added(self) -> None:
         sums = [x.sum for x in self.ins if x.sum is not None]
         carried = [x.carried for x in self.ins if x.carried is not None]
+        # What a turn adds to what is carried may be summed after the loop.
         if sums and len(carried) == 1:
             self.outs[0].sum, self.outs[0].carried = sums[0], carried[0]
         if len(sums) == len(self.ins) == 2 and sums[0].amount == sums[1].amount:
             first, other = sorted((x.root for x in sums), key=lambda x: x.number)
+            # XLA adds first, and then sums over devices; but not over the border of a loop.
             if first is not other and first.place is other.place:
                 other.first = first
             self.outs[0].sum = sums[0]
@@ -501,6 +520,7 @@ class _Apply:
         if is_kept(self.eqn):
             if x.sum is not None:
                 x.sum.scattered = True
+        # `fully_shard` constrains a weight to where it is used; what is still a sum is no weight.
         elif x.sum is None:
             size = bytes_of(self.in_avals[0])
             self.program.moves.append(Event(self.place, size, x.nodes))

@@ -20,6 +20,7 @@ from .dims import Nodes
 from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
+from .layers import weights_of
 from .lifetimes import Live, lives_of
 from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
@@ -102,7 +103,8 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
+        # Small weights are whole, as `rules.fsdp` has it, so they are not gathered.
+        self.moves = _Events(_moves(traced), groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.offloads = _Events(program.offloads, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
@@ -116,15 +118,24 @@ class Prices:
         self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
+        self._links: dict[Any, float] = {}
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
+        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
+        self._hold(lives, groups_of)
+
+    def _hold(self, lives: Sequence[Live], groups_of: Callable[[Any], "_GroupsOfMany"]) -> None:
+        """Sets what is held, and when."""
         self.lives = groups_of(x.nodes for x in lives)
         self.live_bytes = np.array([float(x.bytes) for x in lives])
-        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
         # The moments are numbered; these are the numbers of all starts, and of all stops.
+        # The peak is found by adding up changes, in an array with a place for each moment.
         _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
         self.starts, self.stops = moments.reshape(-1, 2).T
-        self._links: dict[Any, float] = {}
+
+    @cached_property
+    def moves_in_8_bits(self) -> Any:
+        return _in_8_bits(self.traced)
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
@@ -136,12 +147,37 @@ class Prices:
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
         count = math.prod(sizes[axis] for axis in axes)
+        # In a ring each device sends all parts but one, and an all-reduce goes around twice.
         wire = int(nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1))
         key = kind, axes, wire, tuple(sizes.items())
         if key not in self._links:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _moves(traced: TracedStep) -> list[Event]:
+    return [x for x in traced.program.moves if x.amount >= _SMALL_BYTES]
+
+
+def _in_8_bits(traced: TracedStep) -> Any:
+    """The bytes of weights that are sent in 8 bits, as `fully_shard` does: matrices of layers, or
+    slices of those of stacked layers. Without their scales, which are few.
+    """
+    inside = {
+        path + in_model
+        for path, role in traced.models.items()
+        for weights in weights_of(role.module, traced.layers or (type(role.module),))
+        for in_model in weights
+    }
+    sizes: dict[tuple[int, ...], int] = {}
+    for leaf in traced.leaves:
+        first = int(traced.is_iterated(leaf))
+        if leaf.path in inside and len(leaf.groups) - first > 1:
+            sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
+    group = traced.program.dims.group
+    each = [sizes.get(tuple(map(group, x.dims)), x.amount) for x in _moves(traced)]
+    return np.array(each, float)
 
 
 def _dtypes(traced: TracedStep) -> set[str]:
@@ -176,6 +212,7 @@ class _GroupsOfMany:
         """Which of the arrays have a dimension of these groups."""
         key = tuple(groups)
         if key not in self._having:
+            # All arrays at once: there are thousands of them, and hundreds of strategies.
             counts = np.cumsum([0, *np.isin(self._flat, key)])[self._ends]
             self._having[key] = counts[1:] > counts[:-1]
         return self._having[key]
@@ -200,6 +237,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     together: dict[int, list[Sum]] = {}
     for sum_ in traced.program.sums:
         together.setdefault(id(sum_.root), []).append(sum_)
+    # A gradient may lack dimensions of its weight: inside of a loop it has none for the layers.
     parts_of_weights = {
         frozenset(part)
         for dims, _ in traced.weights
@@ -209,6 +247,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     largest_sums: list[Sum] = []
     is_gradient: list[bool] = []
     for sums in together.values():
+        # They are added first, so only one array of their size is sent.
         largest = max(sums, key=lambda sum_: sum_.amount)
         dims = frozenset(map(group, largest.dims))
         is_gradient.append(any(x.scattered for x in sums) or dims in parts_of_weights)
@@ -294,6 +333,7 @@ class _Pricing:
             return took
         name, times = f"{kind} over {', '.join(over)}", self.prices.times_of[places]
         self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
+        # Most weights have one of a few sizes.
         different, which = np.unique(nbytes, return_inverse=True)
         once = np.array([self.prices.collective(kind, x, over, self.sizes) for x in different])
         np.add.at(took, places, once[which] * times)
@@ -336,6 +376,7 @@ class _Pricing:
         the loops in it.
         """
         total, left = 0.0, body.copy()
+        # A loop comes after what is around it, which may use the time that it leaves.
         for place in reversed(self.prices.traced.program.places):
             hidden = min(_GUESSED_HIDDEN * moved[place.number], left[place.number])
             total += hidden
@@ -350,6 +391,7 @@ class _Pricing:
         moved = np.bincount(prices.operand_of, moved, len(prices.rates)) / ideal.memory
         flops = products.amounts / self.splits(products.dims) / prices.rates
         times = prices.times_of[products.places]
+        # A device computes and reads at the same time: the slower of the two counts.
         low = np.dot(times, np.maximum(flops, moved))
         taken = np.maximum(flops / real.of_products, moved / real.of_memory)
         np.add.at(body, products.places, times * taken)
@@ -370,7 +412,8 @@ class _Pricing:
 
     def gathers(self) -> Any:
         moves, took = self.prices.moves, self.nothing()
-        nbytes = moves.amounts / self.splits(moves.dims)
+        amounts = moves.amounts if self.strategy.sent is None else self.prices.moves_in_8_bits
+        nbytes = amounts / self.splits(moves.dims)
         for axes, which in self.kept_over(moves.dims).items():
             gathered = np.broadcast_to(which, nbytes.shape)
             took += self.send("all-gather", axes, nbytes[gathered], moves.places[gathered])
@@ -381,6 +424,8 @@ class _Pricing:
         rows, (crossed, _) = set(self.strategy.rows), self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
         large = prices.is_gradient & (sums.amounts >= _SMALL_BYTES)
+        # A gradient is reduce-scattered to where its weight is kept, and all-reduced over the other
+        # axes of the rows.
         scattered = {
             axes: large & which
             for axes, which in self.kept_over(sums.dims).items()
@@ -470,6 +515,7 @@ class _Pricing:
         nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
         nbytes = np.where(prices.lives.has(self.data), nbytes / micro_batches, nbytes)
         if self.strategy.saved is not None:
+            # `saved=` divides what layers hand to each other, if "model" doesn't divide it already.
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
         changes = np.zeros(prices.stops.max(initial=0) + 1)

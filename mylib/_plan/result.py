@@ -366,6 +366,7 @@ class Plan:
                 "micro_batches",
                 "saved",
                 "dtype",
+                "send_dtype",
                 "layers",
                 "memory",
             )

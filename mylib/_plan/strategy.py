@@ -25,6 +25,7 @@ class Strategy:
     - `policy`: what layers save: a name in `POLICIES`.
     - `micro_batches`: into how many the step cuts its batch.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
     """
 
@@ -34,6 +35,7 @@ class Strategy:
     policy: str = "full"
     micro_batches: int = 1
     saved: Spec | None = None
+    sent: str | None = None
     fixes: Fixes = Fixes({}, {})
 
     @property
@@ -64,6 +66,8 @@ class Strategy:
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
+        if self.sent is not None:
+            name += f", sends {self.sent}"
         name += "" if self.policy == "full" else f", saves {self.policy}"
         return name if self.micro_batches == 1 else f"{name}, {self.micro_batches} micro-batches"
 
@@ -78,7 +82,11 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    fixed: FixedParts,
+    send_dtypes: Sequence[str] = (),
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
@@ -100,7 +108,8 @@ def strategies(
         except ContradictionError as error:
             yield Impossible(strategy.name, str(error))
             continue
-        for candidate in on_mesh:
+        sent = (None, *(send_dtypes if is_sharded else ()))
+        for candidate in [replace(x, sent=dtype) for x in on_mesh for dtype in sent]:
             yield candidate
             saved = traced.input and traced.input.spec(
                 _entry(candidate.rows), MODEL, candidate.sizes.get(MODEL, 1)
@@ -160,7 +169,7 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
     return ""
 
 
-# As many sets of groups are tried for the axis "model", those with most bytes first. A guess;
+# Try at most this many sets of groups for the axis "model", those with most bytes first. A guess;
 # benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit. It is a guess, twice
@@ -179,11 +188,13 @@ def meshes(
     count, is_torus = machine.count, machine.chip.platform == "tpu"
     host = count if is_torus else machine.shape[-1]
     for model in _divisors(count):
+        # Tensor parallelism sends in each layer, which pays only over the fast links of a host.
         if model > min(host, WIDEST) or host % model:
             continue
         for data in _divisors(count // model):
             replicas = count // model // data
             within_hosts = not is_torus and data * model == host
+            # Replicas of FSDP (HSDP) pay where links inside hosts are faster than between them.
             if replicas > 1 and data > 1 and not within_hosts and requested is None:
                 continue
             sizes = {"replica": replicas, "data": data} if data > 1 else {"data": replicas}
@@ -234,6 +245,7 @@ def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
     first = int(traced.is_stacked(leaf))
     free = [i for i in range(first, len(shape)) if spec[i] is None and shape[i] % parts == 0]
     if free:
+        # As `rules.fsdp` chooses, so that the code of a plan can name that rule.
         spec[max(free, key=lambda i: (shape[i], -i))] = "data"
     return trimmed(spec)
 
@@ -249,6 +261,7 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
             entry, size = MODEL, strategy.sizes[MODEL]
         else:
             continue
+        # A spec may name an axis once: of a square weight the first dimension is split.
         if entry not in spec and leaf.aval.shape[i] % size == 0:
             spec[i] = entry
     return spec

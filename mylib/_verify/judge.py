@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._compat import opened
+from .._compat import names, opened
 from .._programs import all_equations
 
 # A result may differ by this many times what the perturbed runs of the reference differ by. They
@@ -129,3 +129,12 @@ def _floats_of(program: Any) -> Iterator[Any]:
     for dtype in {x.aval.dtype for x in variables if hasattr(x.aval, "dtype")}:
         if jnp.issubdtype(dtype, jnp.inexact):
             yield dtype
+    # Numbers that are rounded to int8, as `send_dtype=` does, are as exact as those.
+    if any(map(_rounds_to_int8, all_equations(program))):
+        yield jnp.dtype(jnp.bfloat16)
+
+
+def _rounds_to_int8(eqn: Any) -> bool:
+    if eqn.primitive.name != names.CONVERT or eqn.params[names.PARAM_NEW_DTYPE] != jnp.int8:
+        return False
+    return jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)

@@ -128,8 +128,8 @@ def verify(
     - `high`: random integers are below it, such as the size of a vocabulary.
     - `seed`: of the random numbers.
 
-    In float64 the arguments are float64, and `dtype=` and `reduce_dtype=` of `fully_shard` are
-    ignored; casts in the step stay.
+    In float64 the arguments are float64, and `dtype=`, `reduce_dtype=` and `send_dtype=` of
+    `fully_shard` are ignored; casts in the step stay.
 
     If there are several processes, all of them must call it.
 
