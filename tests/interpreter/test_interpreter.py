@@ -121,9 +121,10 @@ def test_steps_on_machines(name, strategy, machine):
     assert largest(made.run(values), wanted) < ROUNDING
 
 
-# Where XLA loses a copy, as xla_gpu_copy.md describes.
+# Where XLA loses a copy, as xla_gpu_copy.md describes. Of the experts it was looked for in the last.
 WRONG = {
     ("vit", "tensor parallel", "gpu"),
+    ("experts", "FSDP", "gpu"),
     ("experts", "experts", "gpu"),
     ("experts", "experts, FSDP", "gpu"),
 }
