@@ -121,7 +121,7 @@ def test_steps_on_machines(name, strategy, machine):
     assert largest(made.run(values), wanted) < ROUNDING
 
 
-# Where XLA loses a copy, as xla_gpu_copy.md describes. Of the experts it was looked for in the last.
+# Where XLA loses a copy, as xla_gpu_copy.md describes; of the experts the last was looked into.
 WRONG = {
     ("vit", "tensor parallel", "gpu"),
     ("experts", "FSDP", "gpu"),
