@@ -242,8 +242,8 @@ class Plan:
             )
         mesh = self._mesh
         if not self.machine.is_here:
-            sizes: dict[str, Any] = dict(self.axes)
-            mesh = make_mesh(devices=jax.devices()[: self.machine.count], **sizes)
+            axes: dict[str, Any] = dict(self.axes)
+            mesh = make_mesh(devices=jax.devices()[: self.machine.count], **axes)
         fun = PlannedFunction(planned.fun, self.applying, mesh)
         args = args or laid_out(planned.args, self.applying.of_matrices.spec_at, mesh)
         return verify(fun, *args, high=high, seed=seed)

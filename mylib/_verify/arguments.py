@@ -88,7 +88,7 @@ def whole(x: Any) -> Any:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def alone(x: jax.Array, device: jax.Device) -> jax.Array:
+def alone(x: jax.Array, device: Any) -> jax.Array:
     """A copy of all of an array, on one device. Its type has no mesh: `jax.device_put` alone would
     keep that.
     """
