@@ -7,5 +7,4 @@ from .checkpoint import (
     recompute_resharded as recompute_resharded,
 )
 from .fully_shard import fully_shard as fully_shard
-from .gather import tangent_p as tangent_p
 from .layer import is_layer as is_layer

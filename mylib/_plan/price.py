@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from .._audit import Message, seconds, speeds
+from .._dims import Event, Nodes, Sum, bytes_of
 from ..machines import Machine
-from .dims import Nodes
-from .equations import bytes_of
 from .fixes import MODEL, axes_of
-from .groups import Event, Sum
 from .lifetimes import Live, lives_of
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec

@@ -8,17 +8,15 @@ priced in milliseconds.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._compat import names, opened
-from .._fsdp import tangent_p
 from .._products import products_of
 from .._programs import Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
-from .lifetimes import Scope
 
 
 @dataclass(eq=False)
@@ -72,6 +70,20 @@ class Sum(Event):
     @property
     def root(self) -> "Sum":
         return self if self.first is None else self.first.root
+
+
+class Scope(NamedTuple):
+    """A jaxpr that was read: its equations, and when each begins and ends; its results; the
+    dimensions of its arrays; when it ends; `times` is how often it runs in a
+    call; `top` if it is outside of loops and layers.
+    """
+
+    moments: Sequence[tuple[Equation, int, int]]
+    returned: set[Any]
+    nodes: Mapping[Any, Nodes]
+    end: int
+    times: int
+    top: bool
 
 
 @dataclass(eq=False)
@@ -527,8 +539,6 @@ _RULES: dict[str, _Rule] = {
     names.TAKEN_APART: _Apply.taken_apart,
     names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
-    # Forward mode moves the tangents of weights as it moves these.
-    tangent_p.name: _Apply.barrier,
     names.WHILE: _Apply.loop,
 }
 # What else some of the operations by element tell.
@@ -539,3 +549,8 @@ _SPECIAL: dict[str, _Rule] = {
     names.CONVERT: _Apply.converted,
     **dict.fromkeys(names.SAME, _Apply.copied),
 }
+
+
+def relate_as_operands(primitive: Any) -> None:
+    """Says of a primitive that each result has the dimensions of the operand at its place."""
+    _RULES[primitive.name] = _Apply.barrier
