@@ -12,6 +12,11 @@ from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, wh
 from ._lines import innermost
 
 
+# The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
+# the parts of one device, when it is lowered.
+KERNEL = "mylib_kernel"
+
+
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
     """A jaxpr and all jaxprs inside it, each once. Kernels, and equations for which `without` is
     true, are not entered.

@@ -164,6 +164,18 @@ CUTS = frozenset(
         "select_and_gather_add", "select_and_scatter_add", "split", "top_k",
     }
 )  # fmt: skip
+# A result's numbers depend on where they are, for random numbers in all dimensions.
+# One number for all that `vmap` has made of one, in Equinox.
+UNVMAPPED = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
+NUMBERED = frozenset({"iota", "random_bits", "random_gamma", "random_split", "rng_bit_generator"})
+PAD = "pad"
+TOP_K = "top_k"
+WINDOWS = frozenset(
+    {
+        "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
+        "select_and_gather_add", "select_and_scatter_add",
+    }
+)  # fmt: skip
 ADDS = frozenset({"add", "add_any", "sub"})
 BROADCAST = "broadcast_in_dim"
 GATHER = "gather"
@@ -253,6 +265,8 @@ PARAM_LIMITS = "limit_indices"
 PARAM_NEW_DTYPE = "new_dtype"
 PARAM_OUT_SHARDING = "out_sharding"
 PARAM_PADDING = "padding"
+PARAM_PADDING_CONFIG = "padding_config"
+PARAM_WINDOW = "window_dimensions"
 PARAM_PREFERRED = "preferred_element_type"
 PARAM_RHS_DILATION = "rhs_dilation"
 PARAM_SHARDING = "sharding"

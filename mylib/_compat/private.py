@@ -73,6 +73,7 @@ cudnn = _Private(
     "jax._src.cudnn.fused_attention_stablehlo",
     changing=("check_cudnn_version", "check_compute_capability"),
 )
+dispatch = _Private("jax._src.dispatch")
 distributed = _Private("jax._src.distributed")
 equinox_errors = _Private("equinox._errors", changing=("_error",))
 equinox_primitives = _Private("equinox.internal._primitive")
@@ -562,6 +563,23 @@ def devices_of_lowering(ctx: Any) -> int:
     """The number of devices of the program that is being lowered."""
     axes = ctx.module_context.axis_context
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
+
+
+def mesh_of_lowering(ctx: Any) -> AbstractMesh:
+    """The mesh of the program that is being lowered: that of the context of the equation, else of
+    the program's shardings. Its axis "devices" is all of them, if it has no mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+    if mesh is None or mesh.empty:
+        mesh = AbstractMesh((devices_of_lowering(ctx),), ("devices",))
+    return mesh
+
+
+def requires_devices(primitive: Any) -> None:
+    """Lets the rule that lowers a primitive see the program's mesh and devices."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 @functools.cache

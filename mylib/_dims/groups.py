@@ -100,6 +100,9 @@ class Reading:
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
         arrays are, by their number.
     - `named`: for each such name the bytes of the array.
+    - `undivided`: dimensions of which parts can't be computed each by itself, as if it were all:
+        what an operation takes and doesn't return, a constant's, and those along which it matters
+        where a number is.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
@@ -119,6 +122,7 @@ class Reading:
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
     named: dict[str, Event] = field(default_factory=dict)
+    undivided: list[int] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
@@ -158,6 +162,11 @@ class _Reader:
     def fresh(self, aval: Any) -> Nodes:
         return self.dims.new(shape_of(aval))
 
+    def constant(self, var: Any) -> _Operand:
+        nodes = self.fresh(var.aval)
+        self.program.undivided += nodes
+        return _Operand(nodes)
+
     def through(
         self,
         jaxpr: Any,
@@ -167,11 +176,11 @@ class _Reader:
     ) -> list[_Operand]:
         """Walks through a jaxpr with these arguments; its results."""
         values = dict(zip(jaxpr.invars, operands, strict=True))
-        values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
+        values |= {var: self.constant(var) for var in jaxpr.constvars}
 
         def read(var: Any) -> _Operand:
             if is_literal(var):
-                return _Operand(self.fresh(var.aval))
+                return self.constant(var)
             value = values[var]
             is_used_once = value.carried is None or uses[var] == 1
             return value if is_used_once else replace(value, carried=None)
@@ -208,7 +217,16 @@ class _Apply:
             rule(self)
         elif self.eqn.name not in names.SHOWS:
             self.unknown()
+        self.program.undivided += self.ends()
         return self.outs
+
+    def ends(self) -> list[int]:
+        """The dimensions that no result has, and those along which places matter."""
+        group = self.dims.group
+        returned = {group(node) for x in self.outs for node in x.nodes}
+        lost = [node for x in self.ins for node in x.nodes if group(node) not in returned]
+        places = _PLACES.get(self.eqn.name)
+        return lost if places is None else [*lost, *places(self)]
 
     def unknown(self) -> None:
         self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
@@ -308,7 +326,7 @@ class _Apply:
 
     def call(self) -> None:
         """Of a checkpoint, or of the branches of a condition, of which all are counted."""
-        called = jaxprs_in(self.eqn.source)
+        called = [x for x in jaxprs_in(self.eqn.source) if not _only_calls_back(opened(x))]
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
             results = self.reader.through(inner, operands, self.place)
@@ -317,6 +335,9 @@ class _Apply:
                 out.origin = value.origin
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
+
+    def told(self) -> None:
+        """Whether any of some numbers is true: a number without dimensions."""
 
     def transposed(self) -> None:
         order = self.param(names.PARAM_PERMUTATION)
@@ -384,6 +405,26 @@ class _Apply:
         for x, out in itertools.product(self.ins, self.outs):
             self.dims.join_all(_without(x.nodes, [axis]), _without(out.nodes, [axis]))
         self._needs_whole([self.ins[0].nodes[axis]])
+
+    def numbered(self) -> Nodes:
+        dim = self.eqn.params.get(names.PARAM_DIMENSION)
+        nodes = self.outs[0].nodes
+        return nodes if dim is None else nodes[dim : dim + 1]
+
+    def last(self) -> Nodes:
+        return self.ins[0].nodes[-1:]
+
+    def windowed(self) -> list[int]:
+        window = self.param(names.PARAM_WINDOW)
+        return [x for x, n in zip(self.ins[-1].nodes, window, strict=True) if n > 1]
+
+    def padded(self) -> list[int]:
+        config = self.param(names.PARAM_PADDING_CONFIG)
+        return [x for x, n in zip(self.ins[0].nodes, config, strict=True) if any(n)]
+
+    def written(self) -> list[int]:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        return [self.ins[0].nodes[i] for i in numbers.scatter_dims_to_operand_dims]
 
     def cut(self) -> None:
         whole: list[int] = []
@@ -512,6 +553,11 @@ def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
 
 
+def _only_calls_back(jaxpr: Any) -> bool:
+    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
+    return bool(jaxpr.eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in jaxpr.eqns)
+
+
 def _line(eqn: Equation) -> str:
     return line_of(eqn.source)
 
@@ -525,6 +571,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(names.SCATTERS, _Apply.scattered),
     **dict.fromkeys(names.MADE, _Apply.made_of_keys),
     **dict.fromkeys(names.OVER_VMAPPED, _Apply.over_vmapped),
+    **dict.fromkeys(names.UNVMAPPED, _Apply.told),
     names.BARRIER: _Apply.barrier,
     names.BROADCAST: _Apply.broadcast,
     names.COND: _Apply.call,
@@ -540,6 +587,15 @@ _RULES: dict[str, _Rule] = {
     names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
     names.WHILE: _Apply.loop,
+}
+# The dimensions along which an operation depends on the places of numbers, though its results have
+# them, too.
+_PLACES: dict[str, Callable[[_Apply], Sequence[int]]] = {
+    **dict.fromkeys(names.NUMBERED, _Apply.numbered),
+    **dict.fromkeys(names.SCATTERS, _Apply.written),
+    **dict.fromkeys(names.WINDOWS, _Apply.windowed),
+    names.PAD: _Apply.padded,
+    names.TOP_K: _Apply.last,
 }
 # What else some of the operations by element tell.
 _SPECIAL: dict[str, _Rule] = {

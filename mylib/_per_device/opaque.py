@@ -1,7 +1,7 @@
 """`opaque`: gives types to calls that JAX can't analyse inside `shard_map`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar, overload
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import in_words
+from .._kernels import HowSplit, Kernel
 from .._placement import AxisSet, cast, manual_axes, union, varying
 from .._tree import Arrays, Split, outlined, signature_of
 from .hazards import OPAQUE
@@ -20,7 +21,13 @@ T = TypeVar("T")
 
 @overload
 def opaque(
-    *, fwd: Callable[..., Any] | None = None, bwd: Callable[..., Any] | None = None
+    *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
 
@@ -29,6 +36,10 @@ def opaque(
     fun: Callable[P, T],
     /,
     *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[P, T]: ...
@@ -38,6 +49,10 @@ def opaque(
     fun: Callable[..., Any] | None = None,
     /,
     *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
@@ -99,13 +114,16 @@ def opaque(
         ```
     """
     if fun is None:
-        return functools.partial(opaque, fwd=fwd, bwd=bwd)
+        return functools.partial(
+            opaque, like=like, dims=dims, whole=whole, axes=axes, fwd=fwd, bwd=bwd
+        )
     if (fwd is None) != (bwd is None):
         raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
     signature, name = signature_of(fun), getattr(fun, "__name__", "the function")
-    if bwd is not None and outlined(fun)[0]:
+    how = _how_split(like, dims, whole, axes)
+    if (bwd is not None or how is not None) and outlined(fun)[0]:
         raise TypeError(
-            f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "
+            f"opaque: {name} holds arrays, and bwd, like and dims speak of arguments only. Write a "
             "function that takes the Module as an argument"
         )
 
@@ -119,12 +137,16 @@ def opaque(
                 f"These are keyword-only: {', '.join(bound.kwargs)}"
             )
         arrays, outline = outlined((fun, bound.args, bound.kwargs))
-        axes = union(map(varying, arrays))
+        varying_over = union(map(varying, arrays))
         by_argument = [outlined(arg)[1] for arg in bound.args] if bwd is not None else []
-        call = _OpaqueCall(fwd, bwd, outline, by_argument, axes)
+        kernel = None
+        if how is not None:
+            rest = outlined((bound.args, bound.kwargs))[1]
+            kernel = Kernel(fun, rest, tuple(bound.arguments))
+        call = _OpaqueCall(fwd, bwd, outline, by_argument, varying_over, how, kernel)
         # The cast is differentiated, too: if an argument is the same on all devices, its cotangents
         # are summed here, and nowhere else.
-        return call(cast(arrays, axes))
+        return call(cast(arrays, varying_over))
 
     return wrapped
 
@@ -138,6 +160,8 @@ class _OpaqueCall:
     outline: Split
     by_argument: list[Split]
     axes: AxisSet
+    how: HowSplit | None
+    kernel: Kernel | None
     # The outlines of the result and the residuals, once they have been traced.
     result: Any = None
     residuals: Any = None
@@ -147,6 +171,9 @@ class _OpaqueCall:
         if self.fwd is not None:
             run = jax.custom_vjp(run)
             run.defvjp(_sealed(self._forward), _sealed(self._backward))
+        elif self.how is not None and self.how.like is not None:
+            run = jax.custom_jvp(run)
+            run.defjvp(self._derivative)
         result = run(arrays)
         return self.result.fill(result)
 
@@ -155,9 +182,21 @@ class _OpaqueCall:
         return self.outline.fill(map(jnp.asarray, arrays))
 
     def _primal(self, arrays: Arrays) -> Arrays:
-        fun, args, kwargs = self._filled(arrays)
-        result, self.result = outlined(fun(*args, **kwargs))
+        if self.how is None or self.kernel is None:
+            fun, args, kwargs = self._filled(arrays)
+            result, self.result = outlined(fun(*args, **kwargs))
+        else:
+            arrays = list(map(jnp.asarray, arrays))
+            call = self.how.known(self.kernel, arrays)
+            result, self.result = call(arrays, self.how.axes), call.result
         return cast(result, self.axes)
+
+    def _derivative(self, primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
+        """The call, and the reference's tangents. For the backward pass only arguments are saved."""
+        assert self.how is not None and self.how.like is not None and self.kernel is not None
+        reference = Kernel(self.how.like, self.kernel.outline, self.kernel.parameters)
+        _, moved = jax.jvp(jax.checkpoint(reference.of_list), primals, tangents)
+        return self._primal(*primals), moved
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None
@@ -207,6 +246,22 @@ class _OpaqueCall:
             by_array += compress(leaves, arg.are_arrays)
         # Integers have neither tangents nor cotangents.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _how_split(
+    like: Callable[..., Any] | None,
+    dims: str | None,
+    whole: Sequence[str],
+    axes: Mapping[str, str | Sequence[str]] | None,
+) -> HowSplit | None:
+    if like is None and dims is None:
+        if axes is not None or whole:
+            raise TypeError("opaque: axes= and whole= name letters: give dims= or like=, too")
+        return None
+    words = None
+    if axes is not None:
+        words = tuple((x, (on,) if isinstance(on, str) else tuple(on)) for x, on in axes.items())
+    return HowSplit(like, dims, (whole,) if isinstance(whole, str) else tuple(whole), words)
 
 
 def _sealed(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,209 @@
+"""How a kernel's call becomes a part of a program: as a call on each device's parts."""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .._compat import mesh_of_lowering
+from .._errors import Fault, PlacementError
+from .axes import Axes, Operand, agreed, fault, operands_of, specs_of, splits_in, unfit
+from .splits import Splits
+
+Run = Callable[..., Sequence[Any]]
+
+
+def lowered(
+    ctx: Any,
+    *operands: Any,
+    on_tpu: bool,
+    kernel: Any,
+    splits: Splits,
+    types: Sequence[Any],
+    axes: Any,
+) -> Any:
+    """The rule of the primitive. Where it is known which mesh axes split what, the call is a
+    `shard_map`. Otherwise the compiler's partitioner asks for it, which those for TPUs can't.
+    """
+    mesh = mesh_of_lowering(ctx)
+    free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    call = _Call(kernel, splits, types)
+    run: Run = call.on_parts
+    if math.prod(mesh.shape[axis] for axis in free) > 1:
+        split = _known(call, ctx.avals_in, axes, mesh, free)
+        if split is not None:
+            run = _mapped(call, split, mesh, free)
+        elif on_tpu:
+            raise PlacementError([_unknown_on_tpu(call, mesh, free)])
+        else:
+            run = _partitioned(call, ctx.avals_out)
+    # Kernels know nothing of meshes and of what varies over them.
+    plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+
+
+class _Call:
+    """A kernel with its splits and the types of its results."""
+
+    def __init__(self, kernel: Any, splits: Splits, types: Sequence[Any]):
+        self.kernel, self.splits, self.types = kernel, splits, types
+
+    def on_parts(self, *parts: Any) -> list[Any]:
+        """The kernel's results for one device's parts."""
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _Noted(self._note(parts)):
+            results = self.kernel(*parts)
+        return list(results)
+
+    def _note(self, parts: Sequence[Any]) -> str:
+        shown = ", ".join(
+            f"{path}: {x.dtype}{list(x.shape)}"
+            for path, x in zip(self.kernel.paths, parts, strict=True)
+        )
+        return f"opaque: raised while {self.kernel.name} was called for one device's parts, {shown}"
+
+
+class _Noted:
+    """Adds a note to what is raised inside."""
+
+    def __init__(self, note: str):
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            error.add_note(self._note)
+
+
+def _known(
+    call: _Call, avals: Sequence[Any], axes: Any, mesh: AbstractMesh, free: Sequence[str]
+) -> Axes | None:
+    """How the mesh splits the letters, if it is known for all of its axes."""
+    if axes is not None:
+        return dict(axes)
+    explicit = set(mesh.explicit_axes)
+    if not explicit.issuperset(axis for axis in free if mesh.shape[axis] > 1):
+        return None
+    return agreed(call.kernel.name, operands_of(call.kernel, call.splits, avals), call.splits, mesh)
+
+
+def _mapped(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> Run:
+    manual = mesh.manual_axes
+    kinds = tuple(AxisType.Manual if x in manual else AxisType.Auto for x in mesh.axis_names)
+    auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+
+    def run(*operands: Any) -> Any:
+        shapes = [x.shape for x in operands]
+        in_specs = tuple(specs_of(call.splits.operands, shapes, split))
+        out_specs = specs_of(call.splits.results, [x.shape for x in call.types], split)
+        with jax.sharding.use_abstract_mesh(auto):
+            return jax.shard_map(
+                call.on_parts,
+                mesh=auto,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=set(free),
+                check_vma=False,
+            )(*operands)
+
+    return run
+
+
+def _partitioned(call: _Call, results: Sequence[Any]) -> Run:
+    """A call that the compiler's partitioner splits as its operands are."""
+
+    def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
+        return mesh, call.on_parts, *_shardings(call, mesh, args, result)
+
+    def run(*operands: Any) -> Any:
+        stand_in = custom_partitioning(lambda *_: [jnp.zeros(*type_) for type_ in call.types])
+        rule, whole, sizes = _rule(call, [x.shape for x in operands])
+        stand_in.def_partition(
+            partition, sharding_rule=rule, need_replication_factors=whole, **sizes
+        )
+        return stand_in(*operands)
+
+    return run
+
+
+def _rule(
+    call: _Call, shapes: Sequence[tuple[int, ...]]
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """The rule in the partitioner's notation, its factors that are whole, in the order in which
+    they come, and the sizes of factors that are a part of a dimension.
+    """
+    splits, numbers = call.splits, count()
+    whole: list[str] = []
+    sizes: dict[str, int] = {}
+
+    def factor(letter: str, size: int) -> str:
+        parts = splits.parts.get(letter, 1) if size > 1 else 1
+        if parts == size:
+            return f"split_{letter}"
+        whole.append(f"whole{next(numbers)}")
+        if parts == 1:
+            return whole[-1]
+        sizes.update({f"split_{letter}": parts, whole[-1]: size // parts})
+        return f"(split_{letter} {whole[-1]})"
+
+    def side(letters: Any, shapes: Any) -> str:
+        return ", ".join(" ".join(map(factor, *pair)) for pair in zip(letters, shapes, strict=True))
+
+    operands = side(splits.operands, shapes)
+    rule = f"{operands} -> {side(splits.results, [x.shape for x in call.types])}"
+    alone = {x for x in sizes if f" {x} " in f" {rule.replace(',', ' ')} "}
+    return rule, tuple(whole), {x: n for x, n in sizes.items() if x not in alone}
+
+
+def _shardings(call: _Call, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """The shardings of results and operands, as the partitioner wants most of them."""
+    splits, paths = call.splits, call.kernel.paths
+    given = [
+        Operand(path, tuple(x.shape), letters, tuple(x.sharding.spec))
+        for path, x, letters in zip(
+            [*(f"result {i}" for i in range(len(results))), *paths],
+            [*results, *args],
+            (*splits.results, *splits.operands),
+            strict=True,
+        )
+    ]
+    split: dict[str, tuple[str, ...]] = {}
+    faults: list[Fault] = []
+    for operand, dim, axes in splits_in(given, mesh):
+        letter = operand.letters[dim]
+        taken = {axis for x, others in split.items() if x != letter for axis in others}
+        if letter in splits.parts and letter not in split and taken.isdisjoint(axes):
+            reason = unfit(letter, axes, splits, mesh)
+            if reason is None:
+                split[letter] = axes
+            else:
+                faults.append(fault(call.kernel.name, operand, dim, axes, splits, reason))
+    if faults:
+        raise PlacementError(faults)
+    shapes = [x.shape for x in results], [x.shape for x in args]
+    return tuple(
+        [NamedSharding(mesh, spec) for spec in specs_of(letters, of_side, split)]
+        for letters, of_side in zip((splits.results, splits.operands), shapes, strict=True)
+    )
+
+
+def _unknown_on_tpu(call: _Call, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
+    """The line to write."""
+    letters = iter(call.splits.named)
+    split = {x: axis for axis, x in zip(free, letters, strict=False)}
+    shown = ", ".join(f'"{letter}": "{axis}"' for letter, axis in split.items())
+    return Fault(
+        "",
+        None,
+        f"{call.kernel.name}, {call.splits}, on TPUs",
+        f"their compiler can't tell how the Auto axes {', '.join(free)} split its operands",
+        f"say which axis splits which letter: opaque(..., axes={{{shown}}}); letters that are left "
+        "out are whole, axes={} if all are. Explicit axes need no axes=",
+    )

@@ -1,0 +1,151 @@
+"""A call that nobody can look into, as a primitive that knows how it may be split."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._compat import requires_devices
+from .._programs import KERNEL
+from .._tree import Split, outlined
+from .axes import agreed, operands_of, specs_of
+from .lowering import lowered
+from .splits import Splits
+
+
+class Type(NamedTuple):
+    """The shape and dtype of a result."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The user's function as one of arrays. `outline` has the rest of its arguments; `parameters`
+    are the names of those that are positional.
+    """
+
+    fun: Callable[..., Any]
+    outline: Split
+    parameters: tuple[str, ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        return self.of_list(arrays)
+
+    def of_list(self, arrays: Sequence[Any]) -> list[Any]:
+        return self.outlined(arrays)[0]
+
+    def outlined(self, arrays: Sequence[Any]) -> tuple[list[Any], Split]:
+        """What it returns: arrays, and the rest."""
+        args, kwargs = self.outline.fill(arrays)
+        return outlined(self.fun(*args, **kwargs))
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fun, "__name__", "the function")
+
+    @property
+    def paths(self) -> list[str]:
+        """What each array is called in errors: `q`, or `weights['up']`."""
+        filled = self.outline.fill(map(_Place, range(self.outline.count)))
+        found = jtu.tree_flatten_with_path(filled)[0]
+        return [self._shown(path) for path, x in found if isinstance(x, _Place)]
+
+    def _shown(self, path: Any) -> str:
+        (_, kind), (_, first), *rest = ((x, getattr(x, "idx", x)) for x in path)
+        keys = jtu.keystr(tuple(x for x, _ in rest))
+        if kind == 0 and first < len(self.parameters):
+            return self.parameters[first] + keys
+        return jtu.keystr(tuple(path[1:]))
+
+
+class _Place(int):
+    """Stands for an array."""
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """A kernel under `jax.vmap`."""
+
+    kernel: Any
+    are_mapped: tuple[bool, ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        in_axes = [0 if is_mapped else None for is_mapped in self.are_mapped]
+        return jax.vmap(self.kernel, in_axes)(*arrays)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def paths(self) -> list[str]:
+        return self.kernel.paths
+
+
+kernel_p = Primitive(KERNEL)
+kernel_p.multiple_results = True
+requires_devices(kernel_p)
+
+
+@kernel_p.def_abstract_eval
+def _abstract(*avals: Any, kernel: Any, splits: Splits, types: Sequence[Type], axes: Any) -> Any:
+    mesh = next((x.sharding.mesh for x in avals if not x.sharding.mesh.empty), None)
+    specs = [PartitionSpec(*[None] * len(type_.shape)) for type_ in types]
+    if mesh is not None and mesh.explicit_axes:
+        split = agreed(kernel.name, operands_of(kernel, splits, avals), splits, mesh)
+        specs = specs_of(splits.results, [x.shape for x in types], split)
+    results: list[Any] = []
+    for type_, spec in zip(types, specs, strict=True):
+        sharding = NamedSharding(mesh, spec) if mesh is not None else None
+        like = avals[0] if avals else jax.core.ShapedArray((), type_.dtype)
+        kept = {} if sharding is None else {"sharding": sharding}
+        results.append(like.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, **kept))
+    return results
+
+
+@kernel_p.def_impl
+def _run(*arrays: Any, **params: Any) -> Any:
+    return _compiled(tuple(params.items()))(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(kernel_p.bind, **dict(params)))
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    are_mapped = tuple(dim is not None for dim in dims)
+    args = [
+        x if dim is None else batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis)
+        for x, dim in zip(args, dims, strict=True)
+    ]
+    types = [Type((axis.size, *x.shape), x.dtype) for x in params["types"]]
+    results = kernel_p.bind(
+        *args,
+        kernel=_Mapped(params["kernel"], are_mapped),
+        splits=params["splits"].under_vmap(axis.size, are_mapped),
+        types=tuple(types),
+        axes=params["axes"],
+    )
+    return results, [0] * len(results)
+
+
+def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:
+    raise TypeError(
+        f"opaque: {kernel.name} has no derivative. Give fwd= and bwd=, or like=, whose derivative is "
+        "then that of the call"
+    )
+
+
+ad.primitive_jvps[kernel_p] = _no_derivative
+batching.fancy_primitive_batchers[kernel_p] = _batch
+mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=False))
+mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=True), platform="tpu")
