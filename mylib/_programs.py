@@ -11,7 +11,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
 from ._lines import innermost
 
-
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
 KERNEL = "mylib_kernel"

@@ -236,6 +236,8 @@ PARAM_FT_IN = "ft_in"
 PARAM_NUM_CARRY = "num_carry"
 PARAM_NUM_CONSTS = "num_consts"
 PARAM_LENGTH = "length"
+# What a Pallas kernel says that it computes.
+PARAM_COST = "cost_estimate"
 PARAM_REVERSE = "reverse"
 PARAM_UNROLL = "unroll"
 # The options of a nested `jit`.

@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from .._compat import names, opened
 from .._products import products_of
-from .._programs import Looped, jaxprs_in, line_of, loop_of
+from .._programs import KERNEL, Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
 
@@ -106,6 +108,7 @@ class Reading:
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
+    - `unpriced`: the lines of kernels of which it is unknown what they compute.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
     """
@@ -126,6 +129,7 @@ class Reading:
     unknown: dict[str, str] = field(default_factory=dict)
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
+    unpriced: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -279,6 +283,29 @@ class _Apply:
             self.dims.join(a[lhs[1]], b[rhs[1]])
         self.dims.join(b[rhs[0]], out_nodes[out[1]])
         self.product((b[rhs[1]],))
+
+    def kernel(self) -> None:
+        """A call that `mylib.opaque` was told how to split."""
+        splits, call = self.param("splits"), self.param("kernel")
+        first: dict[str, int] = {}
+        whole: list[int] = []
+        values = (*self.ins, *self.outs)
+        for x, letters in zip(values, (*splits.operands, *splits.results), strict=True):
+            for node, letter in zip(x.nodes, letters, strict=True):
+                if letter in splits.parts:
+                    self.dims.join(first.setdefault(letter, node), node)
+                else:
+                    whole.append(node)
+        self._needs_whole(whole)
+        work = call.work(self.in_avals)
+        if work is None:
+            self.program.unpriced.append(_line(self.eqn))
+        avals = (*self.in_avals, *self.out_avals)
+        operands = tuple((bytes_of(a), x.nodes) for a, x in zip(avals, values, strict=True))
+        dims = tuple(dict.fromkeys(first.values()))
+        floats = [x.dtype for x in avals if jnp.issubdtype(x.dtype, jnp.floating)]
+        dtype = str(max(floats, key=lambda x: x.itemsize, default="float32"))
+        self.program.products.append(Product(self.place, work or 0, dims, (), dtype, operands))
 
     def scan(self) -> None:
         loop = self._loop()
@@ -576,6 +603,7 @@ _RULES: dict[str, _Rule] = {
     names.BROADCAST: _Apply.broadcast,
     names.COND: _Apply.call,
     names.CONVOLUTION: _Apply.convolution,
+    KERNEL: _Apply.kernel,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,
     names.JOINED: _Apply.stacked,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._errors import Fault, PlacementError
 from .._placement import axis_names
@@ -23,8 +23,7 @@ class Operand(NamedTuple):
     entries: tuple[Any, ...]
 
 
-def operands_of(
-    kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[Operand]:
+def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[Operand]:
     return [
         Operand(path, tuple(x.shape), letters, tuple(x.sharding.spec))
         for path, x, letters in zip(kernel.paths, avals, splits.operands, strict=True)
@@ -41,7 +40,9 @@ def specs_of(
     ]
 
 
-def splits_in(operands: Sequence[Operand], mesh: Any) -> Iterator[tuple[Operand, int, tuple[str, ...]]]:
+def splits_in(
+    operands: Sequence[Operand], mesh: Any
+) -> Iterator[tuple[Operand, int, tuple[str, ...]]]:
     """Each dimension that is split, with the axes of more than one device that do it."""
     for operand in operands:
         for dim, (size, entry) in enumerate(zip(operand.shape, operand.entries, strict=False)):
@@ -57,11 +58,11 @@ def agreed(name: str, operands: Sequence[Operand], splits: Splits, mesh: Any) ->
     for operand, dim, axes in splits_in(operands, mesh):
         letter = operand.letters[dim]
         reason = unfit(letter, axes, splits, mesh)
-        others = next((x for x, taken in split.items() if x != letter and set(taken) & set(axes)), None)
         if reason is None and split.setdefault(letter, axes) != axes:
             reason = f"another operand has {letter!r} split over {', '.join(split[letter])}"
-        if reason is None and others is not None:
-            reason = f"{', '.join(axes)} splits {others!r}, too"
+        for other, taken in split.items():
+            if reason is None and other != letter and not set(taken).isdisjoint(axes):
+                reason = f"{', '.join(axes)} splits {other!r}, too"
         if reason is not None:
             faults.append(fault(name, operand, dim, axes, splits, reason))
     if faults:
@@ -82,11 +83,12 @@ def unfit(letter: str, axes: Sequence[str], splits: Splits, mesh: Any) -> str | 
 def fault(
     name: str, operand: Operand, dim: int, axes: Sequence[str], splits: Splits, reason: str
 ) -> Fault:
-    entries = ["None"] * len(operand.shape)
-    request = f"dimension {dim} ({operand.letters[dim]!r}) over {', '.join(map(repr, axes))}, in {name}"
+    over = ", ".join(map(repr, axes))
+    request = f"dimension {dim} ({operand.letters[dim]!r}) over {over}, where {name} is called"
+    entries = [None if i == dim else x for i, x in enumerate(operand.entries)]
     fits = ", ".join(f"{x!r} into {count}" for x, count in splits.parts.items()) or "nothing"
     fix = (
-        f"call mylib.filter_shard({operand.path}, P({', '.join(entries)})) before, or split another "
-        f"dimension: {splits} may split {fits}"
+        f"mylib.filter_shard({operand.path}, {PartitionSpec(*entries)}) before, or split another "
+        f"dimension: of {splits} these may be split: {fits}"
     )
     return Fault(operand.path, operand.shape, request, reason, fix)

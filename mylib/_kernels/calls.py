@@ -1,26 +1,22 @@
 """What is known of a call of a kernel before it runs: its results, and how it may be split."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from .._tree import Split
 from .primitive import Kernel, Type, kernel_p
 from .reading import UnreadableError, splits_like
 from .splits import Splits, UnfitDimsError, splits_of
 
-Dims = tuple[str, tuple[str, ...]]
-
 
 @dataclass(frozen=True)
 class HowSplit:
     """What `opaque` is told of how a function may be split."""
 
-    like: Callable[..., Any] | None
     dims: str | None
     whole: tuple[str, ...]
     axes: tuple[tuple[str, tuple[str, ...]], ...] | None
@@ -28,13 +24,13 @@ class HowSplit:
     def known(self, kernel: Kernel, arrays: Sequence[Any]) -> "KnownCall":
         types = tuple(Type(tuple(x.shape), x.dtype) for x in map(jax.typeof, arrays))
         wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-        known = _known(kernel, self.like, self.dims, self.whole, types, wide)
+        known = _known(kernel, self.dims, self.whole, types, wide)
         for letter, _ in self.axes or ():
             if letter not in known.splits.parts:
                 may = ", ".join(map(repr, known.splits.named)) or "none"
                 raise TypeError(
-                    f"opaque: axes= splits {letter!r} of {kernel.name}, and only these may be split: "
-                    f'{may}, of dims="{known.splits}"'
+                    f"opaque: axes= splits {letter!r} of {kernel.name}, and only these may be "
+                    f'split: {may}, of dims="{known.splits}"'
                 )
         return known
 
@@ -57,15 +53,13 @@ class KnownCall:
 @functools.lru_cache(maxsize=1024)
 def _known(
     kernel: Kernel,
-    like: Callable[..., Any] | None,
     dims: str | None,
     whole: tuple[str, ...],
     types: tuple[Type, ...],
     wide: bool,
 ) -> KnownCall:
     del wide  # a part of the key: it changes the dtypes of results
-    traced = kernel if like is None else Kernel(like, kernel.outline, kernel.parameters)
-    program, result = program_at(traced, types)
+    program, result = kernel.program(types)
     results = tuple(Type(tuple(x.shape), x.dtype) for x in program.out_avals)
     try:
         if dims is None:
@@ -77,18 +71,3 @@ def _known(
     except UnreadableError as error:
         raise TypeError(f"opaque: like= of {kernel.name}: {error}") from None
     return KnownCall(kernel, splits.without(whole), results, result)
-
-
-def program_at(kernel: Kernel, types: Sequence[Type]) -> tuple[Any, Split]:
-    """A function's jaxpr for arrays of these types, and what it returns without arrays."""
-    outlines: list[Split] = []
-
-    def arrays_of(*arrays: Any) -> Sequence[Any]:
-        returned, outline = kernel.outlined(arrays)
-        outlines.append(outline)
-        return returned
-
-    # Outside of meshes: what is traced here doesn't run.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(arrays_of)(*(jax.ShapeDtypeStruct(*x) for x in types))
-    return program, outlines[-1]

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._compat import mesh_of_lowering
+from .._compat import mesh_of_lowering, mesh_of_partitioner
 from .._errors import Fault, PlacementError
 from .axes import Axes, Operand, agreed, fault, operands_of, specs_of, splits_in, unfit
 from .splits import Splits
@@ -45,7 +45,8 @@ def lowered(
             run = _partitioned(call, ctx.avals_out)
     # Kernels know nothing of meshes and of what varies over them.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+    with mesh_of_partitioner(ctx):
+        return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
 class _Call:
@@ -187,10 +188,11 @@ def _shardings(call: _Call, mesh: Any, args: Sequence[Any], results: Sequence[An
                 faults.append(fault(call.kernel.name, operand, dim, axes, splits, reason))
     if faults:
         raise PlacementError(faults)
-    shapes = [x.shape for x in results], [x.shape for x in args]
-    return tuple(
-        [NamedSharding(mesh, spec) for spec in specs_of(letters, of_side, split)]
-        for letters, of_side in zip((splits.results, splits.operands), shapes, strict=True)
+    of_results = specs_of(splits.results, [x.shape for x in results], split)
+    of_operands = specs_of(splits.operands, [x.shape for x in args], split)
+    # In the trees that `custom_partitioning` has of both.
+    return [NamedSharding(mesh, x) for x in of_results], tuple(
+        NamedSharding(mesh, x) for x in of_operands
     )
 
 

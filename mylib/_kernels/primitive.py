@@ -9,10 +9,11 @@ import jax
 import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._compat import requires_devices
-from .._programs import KERNEL
+from .._compat import names, requires_devices
+from .._products import products_in
+from .._programs import KERNEL, all_equations, is_opaque
 from .._tree import Split, outlined
 from .axes import agreed, operands_of, specs_of
 from .lowering import lowered
@@ -28,24 +29,47 @@ class Type(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The user's function as one of arrays. `outline` has the rest of its arguments; `parameters`
-    are the names of those that are positional.
+    """The user's function as one of arrays, and one of plain JAX that computes the same. `outline`
+    has the rest of the arguments; `parameters` are the names of those that are positional.
     """
 
     fun: Callable[..., Any]
+    like: Callable[..., Any] | None
     outline: Split
     parameters: tuple[str, ...]
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
-        return self.of_list(arrays)
-
-    def of_list(self, arrays: Sequence[Any]) -> list[Any]:
-        return self.outlined(arrays)[0]
-
-    def outlined(self, arrays: Sequence[Any]) -> tuple[list[Any], Split]:
-        """What it returns: arrays, and the rest."""
         args, kwargs = self.outline.fill(arrays)
-        return outlined(self.fun(*args, **kwargs))
+        return outlined(self.fun(*args, **kwargs))[0]
+
+    def reference(self, arrays: Sequence[Any]) -> tuple[list[Any], Split]:
+        """What `like` returns: arrays, and the rest; without it, what the function itself does."""
+        args, kwargs = self.outline.fill(arrays)
+        return outlined((self.like or self.fun)(*args, **kwargs))
+
+    def program(self, types: Sequence[Any]) -> tuple[Any, Split]:
+        """The reference's jaxpr for arrays of these types, and what it returns without arrays."""
+        outlines: list[Split] = []
+
+        def arrays_of(*arrays: Any) -> list[Any]:
+            returned, outline = self.reference(arrays)
+            outlines.append(outline)
+            return returned
+
+        # Outside of meshes: what is traced here doesn't run.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
+            return jax.make_jaxpr(arrays_of)(*described), outlines[-1]
+
+    def work(self, types: Sequence[Any]) -> float | None:
+        """The FLOPs of a call: the reference's, or what Pallas kernels say of themselves."""
+        program, _ = self.program(types)
+        calls = [eqn for eqn in all_equations(program) if is_opaque(eqn)]
+        if calls and self.like is None:
+            costs = [eqn.params.get(names.PARAM_COST) for eqn in calls]
+            return None if None in costs else float(sum(cost.flops for cost in costs))
+        counted = products_in(program, each_turn=True)
+        return None if counted is None else 2.0 * counted.products
 
     @property
     def name(self) -> str:
@@ -80,6 +104,15 @@ class _Mapped:
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         in_axes = [0 if is_mapped else None for is_mapped in self.are_mapped]
         return jax.vmap(self.kernel, in_axes)(*arrays)
+
+    def work(self, types: Sequence[Any]) -> float | None:
+        size = next(x.shape[0] for x, mapped in zip(types, self.are_mapped, strict=True) if mapped)
+        inner = [
+            jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if mapped else x
+            for x, mapped in zip(types, self.are_mapped, strict=True)
+        ]
+        work = self.kernel.work(inner)
+        return None if work is None else size * work
 
     @property
     def name(self) -> str:
@@ -140,8 +173,8 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
 
 def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:
     raise TypeError(
-        f"opaque: {kernel.name} has no derivative. Give fwd= and bwd=, or like=, whose derivative is "
-        "then that of the call"
+        f"opaque: {kernel.name} has no derivative. Give fwd= and bwd=, or like=, whose derivative "
+        "is then that of the call"
     )
 
 

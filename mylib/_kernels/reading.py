@@ -8,7 +8,7 @@ from .splits import Splits, named_by_letters
 
 
 class UnreadableError(Exception):
-    """The operations of `like=` don't say how it may be split. `opaque` makes a `TypeError` of it."""
+    """Operations of `like=` don't say how it may be split. `opaque` makes a `TypeError` of it."""
 
 
 def splits_like(program: Any) -> Splits:
@@ -18,7 +18,8 @@ def splits_like(program: Any) -> Splits:
     whole = {group(node) for node in read.undivided}
     for event in (*read.whole, *read.sums):
         whole |= set(map(group, event.over))
-    operands, results = ([read.dims.groups(x) for x in side] for side in (read.inputs, read.results))
+    operands = [read.dims.groups(x) for x in read.inputs]
+    results = [read.dims.groups(x) for x in read.results]
     whole |= {x for array in (*operands, *results) for x in array if array.count(x) > 1}
     both = _all(operands) & _all(results) - whole
     parts = {x: read.dims.parts(x) for x in both if read.dims.parts(x) > 1}

@@ -70,7 +70,8 @@ def parsed(dims: str, whole: Iterable[str]) -> tuple[list[Letters], list[Letters
     """The letters of operands and results in `dims=`, and those that are whole."""
     sides = dims.split("->")
     is_word = re.compile(r"[a-zA-Z_]\w*").fullmatch
-    if len(sides) != 2 or not all(is_word(x) for x in dims.replace("->", " ").replace(",", " ").split()):
+    words = dims.replace("->", " ").replace(",", " ").split()
+    if len(sides) != 2 or not all(map(is_word, words)):
         raise UnfitDimsError('write the letters of each array, as in "b t d, d -> b t"')
     operands, results = ([tuple(x.split()) for x in side.split(",")] for side in sides)
     in_results = {letter for letters in results for letter in letters}

@@ -142,7 +142,7 @@ def opaque(
         kernel = None
         if how is not None:
             rest = outlined((bound.args, bound.kwargs))[1]
-            kernel = Kernel(fun, rest, tuple(bound.arguments))
+            kernel = Kernel(fun, like, rest, tuple(bound.arguments))
         call = _OpaqueCall(fwd, bwd, outline, by_argument, varying_over, how, kernel)
         # The cast is differentiated, too: if an argument is the same on all devices, its cotangents
         # are summed here, and nowhere else.
@@ -171,7 +171,7 @@ class _OpaqueCall:
         if self.fwd is not None:
             run = jax.custom_vjp(run)
             run.defvjp(_sealed(self._forward), _sealed(self._backward))
-        elif self.how is not None and self.how.like is not None:
+        elif self.kernel is not None and self.kernel.like is not None:
             run = jax.custom_jvp(run)
             run.defjvp(self._derivative)
         result = run(arrays)
@@ -192,10 +192,14 @@ class _OpaqueCall:
         return cast(result, self.axes)
 
     def _derivative(self, primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
-        """The call, and the reference's tangents. For the backward pass only arguments are saved."""
-        assert self.how is not None and self.how.like is not None and self.kernel is not None
-        reference = Kernel(self.how.like, self.kernel.outline, self.kernel.parameters)
-        _, moved = jax.jvp(jax.checkpoint(reference.of_list), primals, tangents)
+        """The call, and the reference's tangents. Only arguments are saved for the backward pass."""
+        assert self.kernel is not None
+        kernel = self.kernel
+
+        def reference(arrays: Arrays) -> Arrays:
+            return cast(kernel.reference(arrays)[0], self.axes)
+
+        _, moved = jax.jvp(jax.checkpoint(reference), primals, tangents)
         return self._primal(*primals), moved
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
@@ -261,7 +265,7 @@ def _how_split(
     words = None
     if axes is not None:
         words = tuple((x, (on,) if isinstance(on, str) else tuple(on)) for x, on in axes.items())
-    return HowSplit(like, dims, (whole,) if isinstance(whole, str) else tuple(whole), words)
+    return HowSplit(dims, (whole,) if isinstance(whole, str) else tuple(whole), words)
 
 
 def _sealed(function: Callable[..., Any]) -> Any:
