@@ -108,6 +108,7 @@ class Reading:
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
+    - `kernels`: the names of kernels, with the dimensions of their operands.
     - `unpriced`: the lines of kernels of which it is unknown what they compute.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
@@ -129,6 +130,7 @@ class Reading:
     unknown: dict[str, str] = field(default_factory=dict)
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
+    kernels: list[tuple[str, list[Nodes]]] = field(default_factory=list)
     unpriced: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
@@ -287,6 +289,7 @@ class _Apply:
     def kernel(self) -> None:
         """A call that `mylib.opaque` was told how to split."""
         splits, call = self.param("splits"), self.param("kernel")
+        self.program.kernels.append((call.name, [x.nodes for x in self.ins]))
         first: dict[str, int] = {}
         whole: list[int] = []
         values = (*self.ins, *self.outs)

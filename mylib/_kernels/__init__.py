@@ -3,3 +3,4 @@
 from .axes import Axes as Axes
 from .calls import HowSplit as HowSplit
 from .primitive import Kernel as Kernel, kernel_p as kernel_p
+from .splits import Splits as Splits

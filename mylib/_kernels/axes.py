@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -21,6 +22,24 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     letters: Letters
     entries: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer of `fully_shard` that calls a kernel, with what the kernel is called with there."""
+
+    context: Any
+    name: str
+    splits: Splits
+    shapes: tuple[tuple[int, ...], ...]
+
+    def axes_of(self, splits: Splits) -> Axes | None:
+        """How the kernel is split here. Letters that `vmap` has added since are rows."""
+        split = self.context.axes_of(self.name, self.splits, self.shapes)
+        if split is None:
+            return None
+        added = [x for x in splits.named if x not in {*self.splits.parts, *self.splits.whole}]
+        return {**split, **dict.fromkeys(added[:1], self.context.rows)}
 
 
 def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[Operand]:

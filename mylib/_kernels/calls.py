@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 
+from .._placement import kernel_axes
 from .._tree import Split
+from .axes import Layer
 from .primitive import Kernel, Type, kernel_p
 from .reading import UnreadableError, splits_like
 from .splits import Splits, UnfitDimsError, splits_of
@@ -45,9 +47,12 @@ class KnownCall:
     result: Split
 
     def __call__(self, arrays: Sequence[Any], axes: Any) -> list[Any]:
-        return kernel_p.bind(
-            *arrays, kernel=self.kernel, splits=self.splits, types=self.types, axes=axes
-        )
+        context = kernel_axes.value
+        layer = None
+        if context is not None:
+            layer = Layer(context, self.kernel.name, self.splits, tuple(x.shape for x in arrays))
+        about = {"splits": self.splits, "types": self.types, "axes": axes, "layer": layer}
+        return kernel_p.bind(*arrays, kernel=self.kernel, **about)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .._compat import mesh_of_lowering, mesh_of_partitioner
 from .._errors import Fault, PlacementError
+from .._placement import show_mesh
 from .axes import Axes, Operand, agreed, fault, operands_of, specs_of, splits_in, unfit
 from .splits import Splits
 
@@ -27,6 +28,7 @@ def lowered(
     splits: Splits,
     types: Sequence[Any],
     axes: Any,
+    layer: Any,
 ) -> Any:
     """The rule of the primitive. Where it is known which mesh axes split what, the call is a
     `shard_map`. Otherwise the compiler's partitioner asks for it, which those for TPUs can't.
@@ -37,7 +39,10 @@ def lowered(
     run: Run = call.on_parts
     if math.prod(mesh.shape[axis] for axis in free) > 1:
         split = _known(call, ctx.avals_in, axes, mesh, free)
+        if split is None and on_tpu and layer is not None:
+            split = layer.axes_of(splits)
         if split is not None:
+            _check(call, split, mesh, free)
             run = _mapped(call, split, mesh, free)
         elif on_tpu:
             raise PlacementError([_unknown_on_tpu(call, mesh, free)])
@@ -93,6 +98,26 @@ def _known(
     if not explicit.issuperset(axis for axis in free if mesh.shape[axis] > 1):
         return None
     return agreed(call.kernel.name, operands_of(call.kernel, call.splits, avals), call.splits, mesh)
+
+
+def _check(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> None:
+    """Refuses axes that this mesh lacks, or that don't divide what they split."""
+    used: set[str] = set()
+    faults: list[Fault] = []
+    for letter, axes in split.items():
+        missing = [axis for axis in axes if axis not in free or axis in used]
+        used |= set(axes)
+        if missing:
+            reason = f"{missing[0]!r} is no axis of {show_mesh(mesh)}, is Manual, or splits another"
+        else:
+            reason = unfit(letter, axes, call.splits, mesh)
+        if reason is not None:
+            request = f"{letter!r} of {call.splits} over {', '.join(axes)}, in {call.kernel.name}"
+            faults.append(
+                Fault("", None, request, reason, "split another letter, or leave it whole")
+            )
+    if faults:
+        raise PlacementError(faults)
 
 
 def _mapped(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> Run:

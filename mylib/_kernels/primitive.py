@@ -129,7 +129,7 @@ requires_devices(kernel_p)
 
 
 @kernel_p.def_abstract_eval
-def _abstract(*avals: Any, kernel: Any, splits: Splits, types: Sequence[Type], axes: Any) -> Any:
+def _abstract(*avals: Any, kernel: Any, splits: Splits, types: Sequence[Type], **_: Any) -> Any:
     mesh = next((x.sharding.mesh for x in avals if not x.sharding.mesh.empty), None)
     specs = [PartitionSpec(*[None] * len(type_.shape)) for type_ in types]
     if mesh is not None and mesh.explicit_axes:
@@ -167,6 +167,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
         splits=params["splits"].under_vmap(axis.size, are_mapped),
         types=tuple(types),
         axes=params["axes"],
+        layer=params["layer"],
     )
     return results, [0] * len(results)
 

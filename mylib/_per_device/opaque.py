@@ -192,7 +192,7 @@ class _OpaqueCall:
         return cast(result, self.axes)
 
     def _derivative(self, primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
-        """The call, and the reference's tangents. Only arguments are saved for the backward pass."""
+        """The call, and the reference's tangents. For the backward pass arguments are saved."""
         assert self.kernel is not None
         kernel = self.kernel
 

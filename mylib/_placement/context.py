@@ -19,6 +19,8 @@ from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 on_one_device: Any = jax.make_user_context(False)
 # Whether dtypes that this package is told to compute, reduce or send in are put aside.
 in_own_dtypes: Any = jax.make_user_context(False)
+# What a layer of `fully_shard` knows of how its kernels are split; None outside of layers.
+kernel_axes: Any = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
