@@ -46,7 +46,6 @@ from .private import (
     lines_of as lines_of,
     lowered_for_a_missing_backend as lowered_for_a_missing_backend,
     mesh_of_lowering as mesh_of_lowering,
-    mesh_of_partitioner as mesh_of_partitioner,
     mesh_with_devices as mesh_with_devices,
     names_in_cache_keys as names_in_cache_keys,
     new_id as new_id,

@@ -1,6 +1,5 @@
 """The private names of JAX and Equinox."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -576,14 +575,6 @@ def mesh_of_lowering(ctx: Any) -> AbstractMesh:
     if mesh is None or mesh.empty:
         mesh = AbstractMesh((devices_of_lowering(ctx),), ("devices",))
     return mesh
-
-
-def mesh_of_partitioner(ctx: Any) -> Any:
-    """A context in which `custom_partitioning` knows the mesh where `shard_map` has split some of
-    its axes: there it looks for that of `with mesh:` only.
-    """
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    return mesh if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 def requires_devices(primitive: Any) -> None:

@@ -11,7 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._compat import mesh_of_lowering, mesh_of_partitioner
+from .._compat import mesh_of_lowering
 from .._errors import Fault, PlacementError
 from .._placement import show_mesh
 from .axes import Axes, Operand, agreed, fault, operands_of, specs_of, splits_in, unfit
@@ -31,7 +31,7 @@ def lowered(
     layer: Any,
 ) -> Any:
     """The rule of the primitive. Where it is known which mesh axes split what, the call is a
-    `shard_map`. Otherwise the compiler's partitioner asks for it, which those for TPUs can't.
+    `shard_map`. Otherwise the compiler's partitioner asks, which those for TPUs can't.
     """
     mesh = mesh_of_lowering(ctx)
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
@@ -39,19 +39,20 @@ def lowered(
     run: Run = call.on_parts
     if math.prod(mesh.shape[axis] for axis in free) > 1:
         split = _known(call, ctx.avals_in, axes, mesh, free)
-        if split is None and on_tpu and layer is not None:
+        # In a `shard_map` over some of the axes the other partitioners abort.
+        is_asked = not on_tpu and not mesh.manual_axes
+        if split is None and not is_asked and layer is not None:
             split = layer.axes_of(splits)
         if split is not None:
             _check(call, split, mesh, free)
             run = _mapped(call, split, mesh, free)
-        elif on_tpu:
-            raise PlacementError([_unknown_on_tpu(call, mesh, free)])
+        elif is_asked:
+            run = _partitioned(call)
         else:
-            run = _partitioned(call, ctx.avals_out)
+            raise PlacementError([_unknown(call, mesh, free)])
     # Kernels know nothing of meshes and of what varies over them.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-    with mesh_of_partitioner(ctx):
-        return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
+    return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
 class _Call:
@@ -142,7 +143,7 @@ def _mapped(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -
     return run
 
 
-def _partitioned(call: _Call, results: Sequence[Any]) -> Run:
+def _partitioned(call: _Call) -> Run:
     """A call that the compiler's partitioner splits as its operands are."""
 
     def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
@@ -221,16 +222,22 @@ def _shardings(call: _Call, mesh: Any, args: Sequence[Any], results: Sequence[An
     )
 
 
-def _unknown_on_tpu(call: _Call, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
+def _unknown(call: _Call, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
     """The line to write."""
-    letters = iter(call.splits.named)
-    split = {x: axis for axis, x in zip(free, letters, strict=False)}
+    axes = [axis for axis in free if mesh.shape[axis] > 1]
+    split: dict[str, str] = {}
+    for axis in axes:
+        fits = (x for x in call.splits.named if unfit(x, [axis], call.splits, mesh) is None)
+        letter = next((x for x in fits if x not in split), None)
+        if letter is not None:
+            split[letter] = axis
     shown = ", ".join(f'"{letter}": "{axis}"' for letter, axis in split.items())
+    where = "inside a shard_map over other axes" if mesh.manual_axes else "on TPUs"
     return Fault(
         "",
         None,
-        f"{call.kernel.name}, {call.splits}, on TPUs",
-        f"their compiler can't tell how the Auto axes {', '.join(free)} split its operands",
-        f"say which axis splits which letter: opaque(..., axes={{{shown}}}); letters that are left "
-        "out are whole, axes={} if all are. Explicit axes need no axes=",
+        f"the kernel {call.kernel.name} ({call.splits}), {where}",
+        f"the compiler can't tell there how the Auto axes {', '.join(axes)} split its operands",
+        f"say which axis splits which letter, as in mylib.opaque(..., axes={{{shown}}}); others "
+        "are whole. It isn't needed on Explicit axes, and in the layers of mylib.fully_shard",
     )
