@@ -105,6 +105,14 @@ class _Mapped:
         in_axes = [0 if is_mapped else None for is_mapped in self.are_mapped]
         return jax.vmap(self.kernel, in_axes)(*arrays)
 
+    @property
+    def like(self) -> Any:
+        return self.kernel.like
+
+    def reference(self, arrays: Sequence[Any]) -> tuple[list[Any], None]:
+        in_axes = [0 if is_mapped else None for is_mapped in self.are_mapped]
+        return jax.vmap(lambda *xs: self.kernel.reference(xs)[0], in_axes)(*arrays), None
+
     def work(self, types: Sequence[Any]) -> float | None:
         size = next(x.shape[0] for x, mapped in zip(types, self.are_mapped, strict=True) if mapped)
         inner = [
@@ -121,6 +129,10 @@ class _Mapped:
     @property
     def paths(self) -> list[str]:
         return self.kernel.paths
+
+
+class NoDerivativeError(TypeError):
+    """A kernel without a derivative is differentiated."""
 
 
 kernel_p = Primitive(KERNEL)
@@ -173,7 +185,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -
 
 
 def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:
-    raise TypeError(
+    raise NoDerivativeError(
         f"opaque: {kernel.name} has no derivative. Give fwd= and bwd=, or like=, whose derivative "
         "is then that of the call"
     )
