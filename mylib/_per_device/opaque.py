@@ -56,32 +56,55 @@ def opaque(
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Declares that a function's results vary over the mesh as its arguments do, for calls that
-    `shard_map` can't analyse.
+    """States how a call that JAX can't look into may be split over devices, such as that of a
+    kernel.
 
     Use it for functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call`, an
-    exported program and the like. JAX can't see whether their results differ between the devices.
-    With `opaque`, `check_vma=True` works, and the gradient communicates no more than the
-    mathematics needs.
+    exported program and the like. With `like` or `dims` the call is split in `jax.jit`, eagerly, on
+    Auto and Explicit axes, under `vmap`, and in the layers of [`mylib.fully_shard`][]: `fun` is
+    called with the parts of one device. It is given whole arrays only of dimensions that are whole.
+
+    Inside `shard_map`, with or without these, its results vary over the mesh as its arguments do.
+    JAX can't see whether they differ between the devices. With `opaque`, `check_vma=True` works,
+    and the gradient communicates no more than the mathematics needs.
 
     **Arguments:**
 
     - `fun`: a function of PyTrees. Without it a decorator is returned.
+    - `like`: a function of plain JAX with the same arguments and results. Which dimensions may be
+        split is read from its operations. Without `fwd` and `bwd`, its derivative is the call's;
+        only the arguments are saved for the backward pass.
+    - `dims`: the same, as letters for the dimensions of each array in the arguments and results, in
+        the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
+        split alike, into a number of parts that divides all of them; of size 1, they are whole.
+        Letters that no result has, or that an array has twice, are whole.
+    - `whole`: further letters that are whole, such as those along which `fun` numbers its rows.
+    - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are
+        whole. By default operands are split as they come. For TPUs, and inside a `shard_map` over
+        some axes, it is needed on Auto axes outside the layers of `fully_shard`: compilers can't
+        tell there. With `like`, letters are named `a`, `b`, ... in the order of the arguments.
     - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and
         residuals; `bwd(residuals, cotangent)` returns a tuple with a cotangent, or None, for each
         argument. Both may contain opaque calls.
 
     **Returns:**
 
-    A function like `fun`. Outside `shard_map` it is `fun` with that derivative.
+    A function like `fun`. Without `like` and `dims`, outside `shard_map` it is `fun` with that
+    derivative.
 
-    A kernel's `out_shape` must have the type of its input. Inside `fun` all arguments have the same
-    type: `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
+    Without `like` and `dims`, a kernel's `out_shape` must have the type of its input in
+    `shard_map`. Inside `fun` all arguments have the same type:
+    `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
 
     **Raises:**
 
     `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
-    derivative. Calls raise it if they return something else than described above.
+    derivative, `like` or `dims`. Calls raise it if they return something else than described above,
+    and if `dims` doesn't fit the arrays or `like` can't be read.
+
+    [`mylib.PlacementError`][], naming the operands, if an axis splits a dimension that is whole or
+    that it doesn't divide, and if `axes` is needed. On Auto axes of CPUs and GPUs the compiler
+    raises it, as a `jax.errors.JaxRuntimeError` with the same text.
 
     !!! Example
 

@@ -217,6 +217,10 @@ def transformed(f, way, count):
     return f
 
 
+def kernels_in(program):
+    return [eqn for eqn in all_equations(program) if eqn.primitive is kernel_p]
+
+
 def case(seed):
     """One case; what it was, and the largest difference."""
     rng = np.random.default_rng(seed)
@@ -228,7 +232,7 @@ def case(seed):
     mesh = mesh_of(rng, sizes, kind)
     kernel = mylib.opaque(lambda *xs: reference(*xs), like=reference)
     program = jax.make_jaxpr(kernel)(*map(jnp.asarray, xs))
-    (params,) = [eqn.params for eqn in all_equations(program) if eqn.primitive is kernel_p]
+    (params,) = [eqn.params for eqn in kernels_in(program)]
     splits = params["splits"]
     split = split_of(rng, splits, mesh)
     specs = specs_of(splits.operands, shapes, split)
