@@ -7,6 +7,7 @@ priced in milliseconds.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -290,25 +291,69 @@ class _Apply:
         """A call that `mylib.opaque` was told how to split."""
         splits, call = self.param("splits"), self.param("kernel")
         self.program.kernels.append((call.name, [x.nodes for x in self.ins]))
+        work = call.work(self.in_avals)
+        if work is None:
+            self.program.unpriced.append(_line(self.eqn))
+        self._by_letters((*splits.operands, *splits.results), splits.parts, work or 0.0)
+
+    def _by_letters(
+        self, letters: Iterable[Sequence[str]], split: Collection[str], flops: float
+    ) -> None:
+        """Operands and results whose dimensions have letters: those in `split` are split alike, and
+        all others are whole.
+        """
         first: dict[str, int] = {}
         whole: list[int] = []
         values = (*self.ins, *self.outs)
-        for x, letters in zip(values, (*splits.operands, *splits.results), strict=True):
-            for node, letter in zip(x.nodes, letters, strict=True):
-                if letter in splits.parts:
+        for x, names_of in zip(values, letters, strict=True):
+            for node, letter in zip(x.nodes, names_of, strict=True):
+                if letter in split:
                     self.dims.join(first.setdefault(letter, node), node)
                 else:
                     whole.append(node)
         self._needs_whole(whole)
-        work = call.work(self.in_avals)
-        if work is None:
-            self.program.unpriced.append(_line(self.eqn))
         avals = (*self.in_avals, *self.out_avals)
         operands = tuple((bytes_of(a), x.nodes) for a, x in zip(avals, values, strict=True))
-        dims = tuple(dict.fromkeys(first.values()))
         floats = [x.dtype for x in avals if jnp.issubdtype(x.dtype, jnp.floating)]
         dtype = str(max(floats, key=lambda x: x.itemsize, default="float32"))
-        self.program.products.append(Product(self.place, work or 0, dims, (), dtype, operands))
+        dims = tuple(first.values())
+        self.program.products.append(Product(self.place, flops, dims, (), dtype, operands))
+
+    def attended(self) -> None:
+        """Attention of cuDNN, whose rows and heads are independent."""
+        order = (
+            ("b", "t", "n", "h") if self.param(names.PARAM_LAYOUT) == 0 else ("b", "n", "t", "h")
+        )
+        avals = (*self.in_avals, *self.out_avals)
+        of_rank = {4: order, 3: "bnt"}
+        letters = [of_rank.get(len(shape_of(x)), "-" * len(shape_of(x))) for x in avals]
+        (b, n, t, h), s = (self.shape(0)[order.index(x)] for x in "bnth"), self.shape(1)
+        # Two products forward, and five backward.
+        count = 2 if self.eqn.name == names.CUDNN_FORWARD else 5
+        self._by_letters(letters, "bn", 2.0 * count * b * n * t * h * s[order.index("t")])
+
+    def ragged(self) -> None:
+        """A product of each expert's rows, which are whole, as their number depends on data."""
+        numbers = self.param(names.PARAM_RAGGED)
+        (left, right), (left_rows, right_rows) = numbers.dot_dimension_numbers
+        ragged, grouped = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        a, b, out = (x.nodes for x in (*self.ins[:2], self.outs[0]))
+        for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
+            self.dims.join(a[i], b[j])
+        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows, *grouped))]
+        is_weights = not grouped  # the gradient of the experts' weights has a dimension for them
+        self.dims.join_all(out[is_weights:], [*(a[i] for i in left_rows), *free])
+        self._needs_whole([*(a[i] for i in ragged), *(b[i] for i in grouped), *out[:is_weights]])
+        over = tuple(a[i] for i in left if i not in ragged)
+        rows = math.prod(self.shape(0)) * math.prod(
+            n for i, n in enumerate(self.shape(1)) if i not in (*right, *right_rows, *grouped)
+        )
+        operands = [(bytes_of(x), v.nodes) for x, v in zip(self.in_avals, self.ins, strict=True)]
+        operands.append((bytes_of(self.out_avals[0]), out))
+        dtype, dims = str(self.in_avals[0].dtype), (*out, *over)
+        product = Product(self.place, 2.0 * rows, dims, over, dtype, tuple(operands))
+        self.program.products.append(product)
+        self.sum_over(over)
 
     def scan(self) -> None:
         loop = self._loop()
@@ -607,6 +652,9 @@ _RULES: dict[str, _Rule] = {
     names.COND: _Apply.call,
     names.CONVOLUTION: _Apply.convolution,
     KERNEL: _Apply.kernel,
+    names.CUDNN_BACKWARD: _Apply.attended,
+    names.CUDNN_FORWARD: _Apply.attended,
+    names.RAGGED_DOT: _Apply.ragged,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,
     names.JOINED: _Apply.stacked,

@@ -158,7 +158,8 @@ def _part(
 def _compare(x: Any, wanted: Any, what: str) -> None:
     if (x.shape, x.dtype) != (wanted.shape, wanted.dtype):
         raise AssertionError(
-            f"assert_split: {what}: {x.dtype}{list(x.shape)}, not {wanted.dtype}{list(wanted.shape)}"
+            f"assert_split: {what}: it is {x.dtype}{list(x.shape)}, "
+            f"not {wanted.dtype}{list(wanted.shape)}"
         )
     if not x.size:
         return

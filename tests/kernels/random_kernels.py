@@ -1,5 +1,5 @@
-"""Random references, each with a kernel that computes the same, split in the ways that are read from
-the reference, on random meshes, under random transformations, against one device, in float64.
+"""Random references, each with a kernel that computes the same, split in the ways that are read
+from the reference, on random meshes, under random transformations, against one device, in float64.
 
 python tests/kernels/random_kernels.py --seeds 0-300      many
 python tests/kernels/random_kernels.py --seeds 17-18      one
