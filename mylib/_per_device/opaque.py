@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._errors import in_words
 from .._kernels import HowSplit, Kernel
-from .._placement import AxisSet, cast, manual_axes, union, varying
+from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
 from .._tree import Arrays, Split, outlined, signature_of
 from .hazards import OPAQUE
 
@@ -188,17 +188,26 @@ class _OpaqueCall:
     # The outlines of the result and the residuals, once they have been traced.
     result: Any = None
     residuals: Any = None
+    # The layer of `fully_shard` that makes the call. Its derivative is traced outside of that.
+    layer: Any = field(default_factory=lambda: kernel_axes.value)
 
     def __call__(self, arrays: Arrays) -> Any:
         run = _sealed(self._primal)
         if self.fwd is not None:
             run = jax.custom_vjp(run)
-            run.defvjp(_sealed(self._forward), _sealed(self._backward))
+            run.defvjp(*(_sealed(self._in_layer(x)) for x in (self._forward, self._backward)))
         elif self.kernel is not None and self.kernel.like is not None:
             run = jax.custom_jvp(run)
-            run.defjvp(self._derivative)
+            run.defjvp(self._in_layer(self._derivative))
         result = run(arrays)
         return self.result.fill(result)
+
+    def _in_layer(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with kernel_axes(self.layer):
+                return rule(*args)
+
+        return run
 
     def _filled(self, arrays: Arrays) -> Any:
         # JAX differentiates Python numbers as objects that are not quite arrays.
