@@ -197,8 +197,7 @@ class _OpaqueCall:
             run = jax.custom_vjp(run)
             run.defvjp(*(_sealed(self._in_layer(x)) for x in (self._forward, self._backward)))
         elif self.kernel is not None and self.kernel.like is not None:
-            run = jax.custom_jvp(run)
-            run.defjvp(self._in_layer(self._derivative))
+            run = self._with_derivative(run, self.kernel)
         result = run(arrays)
         return self.result.fill(result)
 
@@ -223,16 +222,19 @@ class _OpaqueCall:
             result, self.result = call(arrays, self.how.axes), call.result
         return cast(result, self.axes)
 
-    def _derivative(self, primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
-        """The call, and the reference's tangents. For the backward pass arguments are saved."""
-        assert self.kernel is not None
-        kernel = self.kernel
+    def _with_derivative(self, primal: Callable[..., Any], kernel: Kernel) -> Any:
+        """The call with the reference's derivative, for whose backward pass arguments are saved."""
+        run = jax.custom_jvp(primal)
 
         def reference(arrays: Arrays) -> Arrays:
             return cast(kernel.reference(arrays)[0], self.axes)
 
-        _, moved = jax.jvp(jax.checkpoint(reference), primals, tangents)
-        return self._primal(*primals), moved
+        def derivative(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
+            _, moved = jax.jvp(jax.checkpoint(reference), primals, tangents)
+            return run(*primals), moved
+
+        run.defjvp(self._in_layer(derivative))
+        return run
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None

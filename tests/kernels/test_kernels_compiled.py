@@ -46,11 +46,11 @@ def reference(x, scale):
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
 
-def placed(machine, kind, x=P("data")):
+def placed(machine, kind):
     mesh = machine.mesh(data=4, model=2)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128,))]
-    return mylib.filter_shard(shapes, [x, P()], mesh)
+    return mylib.filter_shard(shapes, [P("data"), P()], mesh)
 
 
 def text_of(f, *args):
@@ -98,9 +98,8 @@ def test_layers_know_their_axes(machine):
     kept = mylib.rules.fsdp("data")
 
     def make(key):
-        return Layer(
-            eqx.nn.Linear(128, 256, key=key), jnp.ones(256), eqx.nn.Linear(256, 128, key=key)
-        )
+        up, down = eqx.nn.Linear(128, 256, key=key), eqx.nn.Linear(256, 128, key=key)
+        return Layer(up, jnp.ones(256), down)
 
     def step(model, x):
         def loss(model):
