@@ -48,7 +48,7 @@ def kernel(q: Any, k: Any, v: Any, out: Any, *, block: int) -> None:
         total = total * correction + jnp.sum(weights, 1, keepdims=True)
         return so_far * correction + part, new, total
 
-    start = jnp.zeros((rows, size)), jnp.full((rows, 1), -1e30), jnp.zeros((rows, 1))
+    start = jnp.zeros((rows, v.shape[2])), jnp.full((rows, 1), -1e30), jnp.zeros((rows, 1))
     so_far, _, total = jax.lax.fori_loop(0, k.shape[1] // block, turn, start)
     out[0] = (so_far / total).astype(out.dtype)
 
@@ -57,14 +57,19 @@ def call(q: Heads, k: Heads, v: Heads, *, interpret: bool) -> Heads:
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in (q, k, v))
     (heads, time, size), groups = q.shape, k.shape[0]
     block = min(128, time)
-    some = pl.BlockSpec((1, block, size), lambda head, i: (head, i, 0))
-    whole = pl.BlockSpec((1, time, size), lambda head, i: (head * groups // heads, 0, 0))
+
+    def some(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, block, size), lambda head, i: (head, i, 0))
+
+    def whole(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, time, size), lambda head, i: (head * groups // heads, 0, 0))
+
     out = pl.pallas_call(
         partial(kernel, block=block),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct((heads, time, v.shape[2]), q.dtype),
         grid=(heads, time // block),
-        in_specs=[some, whole, whole],
-        out_specs=some,
+        in_specs=[some(size), whole(size), whole(v.shape[2])],
+        out_specs=some(v.shape[2]),
         interpret=interpret,
     )(q, k, v)
     return jnp.swapaxes(out, 0, 1)

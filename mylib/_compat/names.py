@@ -170,7 +170,7 @@ CUTS = frozenset(
 # A result's numbers depend on where they are, for random numbers in all dimensions.
 # One number for all that `vmap` has made of one, in Equinox.
 UNVMAPPED = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
-NUMBERED = frozenset({"iota", "random_bits", "random_gamma", "random_split", "rng_bit_generator"})
+NUMBERED = frozenset({"iota", "random_bits", "random_gamma", "random_split"})
 PAD = "pad"
 TOP_K = "top_k"
 WINDOWS = frozenset(

@@ -228,12 +228,17 @@ class _Apply:
         return self.outs
 
     def ends(self) -> list[int]:
-        """The dimensions that no result has, and those along which places matter."""
+        """The dimensions that no result has, what is made of these, and where places matter."""
         group = self.dims.group
-        returned = {group(node) for x in self.outs for node in x.nodes}
-        lost = [node for x in self.ins for node in x.nodes if group(node) not in returned]
+        taken, returned = (
+            {group(node): node for x in side for node in x.nodes if self.dims.parts(node) > 1}
+            for side in (self.ins, self.outs)
+        )
+        ends = [node for x, node in taken.items() if x not in returned]
+        if ends:
+            ends += [node for x, node in returned.items() if x not in taken]
         places = _PLACES.get(self.eqn.name)
-        return lost if places is None else [*lost, *places(self)]
+        return ends if places is None else [*ends, *places(self)]
 
     def unknown(self) -> None:
         self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
@@ -577,8 +582,10 @@ class _Apply:
     def by_element(self) -> None:
         out, size = self.outs[0], shape_of(self.out_avals[0])
         alike = [x for x, a in zip(self.ins, self.in_avals, strict=True) if shape_of(a) == size]
-        for x in alike:
-            self.dims.join_all(out.nodes, x.nodes)
+        for x, aval in zip(self.ins, self.in_avals, strict=True):
+            # Dimensions of size 1 are broadcast, and not joined.
+            if len(shape_of(aval)) == len(size):
+                self.dims.join_all(out.nodes, x.nodes)
         out.origin = next((x.origin for x in alike if x.origin is not None), None)
         special = _SPECIAL.get(self.eqn.name)
         if special is not None:

@@ -5,6 +5,7 @@ from .calls import HowSplit as HowSplit
 from .primitive import (
     Kernel as Kernel,
     NoDerivativeError as NoDerivativeError,
+    kernel_of as kernel_of,
     kernel_p as kernel_p,
 )
 from .splits import Splits as Splits

@@ -166,22 +166,27 @@ def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(functools.partial(kernel_p.bind, **dict(params)))
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, types: Sequence[Type], **params: Any
+) -> tuple[Any, Any]:
     are_mapped = tuple(dim is not None for dim in dims)
     args = [
         x if dim is None else batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis)
         for x, dim in zip(args, dims, strict=True)
     ]
-    types = [Type((axis.size, *x.shape), x.dtype) for x in params["types"]]
     results = kernel_p.bind(
         *args,
-        kernel=_Mapped(params["kernel"], are_mapped),
-        splits=params["splits"].under_vmap(axis.size, are_mapped),
-        types=tuple(types),
-        axes=params["axes"],
-        layer=params["layer"],
+        types=tuple(Type((axis.size, *x.shape), x.dtype) for x in types),
+        **_mapped(axis.size, are_mapped, **params),
     )
     return results, [0] * len(results)
+
+
+def _mapped(
+    size: int, are_mapped: tuple[bool, ...], *, kernel: Any, splits: Splits, **others: Any
+) -> dict[str, Any]:
+    splits = splits.under_vmap(size, are_mapped)
+    return {"kernel": _Mapped(kernel, are_mapped), "splits": splits, **others}
 
 
 def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:
@@ -195,3 +200,11 @@ ad.primitive_jvps[kernel_p] = _no_derivative
 batching.fancy_primitive_batchers[kernel_p] = _batch
 mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=False))
 mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=True), platform="tpu")
+
+# Parameters of its equations.
+_CALLED, _SPLITS = "kernel", "splits"
+
+
+def kernel_of(eqn: Any) -> tuple[Any, Splits]:
+    """What an equation calls, and how that may be split."""
+    return eqn.params[_CALLED], eqn.params[_SPLITS]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import names, opened
-from .._kernels import NoDerivativeError, Splits, kernel_p
+from .._kernels import NoDerivativeError, Splits, kernel_of, kernel_p
 from .._programs import bind_as, interpret, jaxprs_in
 from .._tree import outlined
 
@@ -89,8 +89,9 @@ def _check(run: Callable[..., Any], arrays: Sequence[Any], seen: list[str]) -> N
 
     def rule(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.primitive is kernel_p:
-            seen.append(eqn.params["kernel"].name)
-            return _checked(eqn.params["kernel"], eqn.params["splits"], operands)
+            called, splits = kernel_of(eqn)
+            seen.append(called.name)
+            return _checked(called, splits, operands)
         if eqn.primitive.name in _CALLS:
             (inner, *_) = jaxprs_in(eqn)
             return interpret(inner, operands[len(operands) - len(opened(inner).invars) :], rule)
