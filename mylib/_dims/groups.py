@@ -509,11 +509,16 @@ class _Apply:
     def cut(self) -> None:
         whole: list[int] = []
         for a, b, before, after in self._dimensions():
-            if before == after and self.eqn.name != names.REVERSED:
+            if before == after:
                 self.dims.join(a, b)
             elif before > 1:
                 whole.append(a)
         self._needs_whole(whole)
+
+    def turned(self) -> None:
+        dims, nodes = self.param(names.PARAM_DIMENSIONS), self.ins[0].nodes
+        self.dims.join_all(_without(nodes, dims), _without(self.outs[0].nodes, dims))
+        self._needs_whole([nodes[i] for i in dims if self.shape(0)[i] > 1])
 
     def _dimensions(self) -> Iterator[tuple[int, int, int, int]]:
         """Each dimension of each operand with that of each result at the same place: both nodes,
@@ -666,6 +671,7 @@ _RULES: dict[str, _Rule] = {
     names.GATHER: _Apply.gathered,
     names.JOINED: _Apply.stacked,
     names.REMAT: _Apply.call,
+    names.REVERSED: _Apply.turned,
     names.RESHAPE: _Apply.reshaped,
     names.SCAN: _Apply.scan,
     names.SQUEEZE: _Apply.squeezed,

@@ -230,8 +230,9 @@ class _OpaqueCall:
             return cast(kernel.reference(arrays)[0], self.axes)
 
         def derivative(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
-            _, moved = jax.jvp(jax.checkpoint(reference), primals, tangents)
-            return run(*primals), moved
+            results = run(*primals)
+            tangents_of = _on_auto_axes(jax.checkpoint(reference), results)
+            return results, tangents_of(*primals, *tangents)
 
         run.defjvp(self._in_layer(derivative))
         return run
@@ -284,6 +285,36 @@ class _OpaqueCall:
             by_array += compress(leaves, arg.are_arrays)
         # Integers have neither tangents nor cotangents.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _on_auto_axes(reference: Callable[..., Any], results: Arrays) -> Callable[..., Any]:
+    """The reference's derivative, with Auto axes in place of the results' Explicit ones: of plain
+    JAX these would ask where each value is, and how the call is split is known.
+    """
+
+    def tangents_of(primals: Arrays, tangents: Arrays) -> Arrays:
+        return jax.jvp(reference, (primals,), (tangents,))[1]
+
+    types = list(map(jax.typeof, results))
+    mesh = next((x.sharding.mesh for x in types if x.sharding.mesh.explicit_axes), None)
+    if mesh is None:
+        return tangents_of
+
+    def on_auto_axes(primals: Arrays, tangents: Arrays) -> Arrays:
+        are_moved = [x.dtype != jax.dtypes.float0 for x in tangents]
+
+        def moved(primals: Arrays, moving: Arrays) -> Arrays:
+            rest = iter(moving)
+            pairs = zip(are_moved, tangents, strict=True)
+            return tangents_of(primals, [next(rest) if is_moved else x for is_moved, x in pairs])
+
+        specs = [x.sharding.spec for x in types]
+        with jax.sharding.use_abstract_mesh(mesh):
+            # Compiled, since JAX can't differentiate eager operations on another type of axes.
+            run = jax.jit(jax.sharding.auto_axes(moved, out_sharding=specs))
+            return run(primals, list(compress(tangents, are_moved)))
+
+    return on_auto_axes
 
 
 def _how_split(
