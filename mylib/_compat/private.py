@@ -569,11 +569,15 @@ def mesh_of_lowering(ctx: Any) -> AbstractMesh:
     """The mesh of the program that is being lowered: that of the context of the equation, else of
     the program's shardings. Its axis "devices" is all of them, if it has no mesh.
     """
+    axes = ctx.module_context.axis_context
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+        mesh = getattr(axes, "abstract_mesh", None)
     if mesh is None or mesh.empty:
-        mesh = AbstractMesh((devices_of_lowering(ctx),), ("devices",))
+        devices = getattr(axes, "device_assignment", None)
+        if devices is None:
+            return AbstractMesh((devices_of_lowering(ctx),), ("devices",))
+        mesh = Mesh(np.array(devices), ("devices",)).abstract_mesh
     return mesh
 
 

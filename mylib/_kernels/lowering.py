@@ -35,7 +35,7 @@ def lowered(
     """
     mesh = mesh_of_lowering(ctx)
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    call = _Call(kernel, splits, types)
+    call = _KernelCall(kernel, splits, types, mesh)
     run: Run = call.on_parts
     if math.prod(mesh.shape[axis] for axis in free) > 1:
         split = _known(call, ctx.avals_in, axes, mesh, free)
@@ -50,20 +50,22 @@ def lowered(
             run = _partitioned(call)
         else:
             raise PlacementError([_unknown(call, mesh, free)])
-    # Kernels know nothing of meshes and of what varies over them.
+    # Kernels don't know what varies over a mesh.
     plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
-class _Call:
+class _KernelCall:
     """A kernel with its splits and the types of its results."""
 
-    def __init__(self, kernel: Any, splits: Splits, types: Sequence[Any]):
+    def __init__(self, kernel: Any, splits: Splits, types: Sequence[Any], mesh: AbstractMesh):
         self.kernel, self.splits, self.types = kernel, splits, types
+        # Kernels know nothing of meshes, but JAX looks there for what kind of device it is.
+        self._no_mesh = AbstractMesh((), (), abstract_device=mesh.abstract_device)
 
     def on_parts(self, *parts: Any) -> list[Any]:
         """The kernel's results for one device's parts."""
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _Noted(self._note(parts)):
+        with jax.sharding.use_abstract_mesh(self._no_mesh), _WithNote(self._note(parts)):
             results = self.kernel(*parts)
         return list(results)
 
@@ -75,7 +77,7 @@ class _Call:
         return f"opaque: raised while {self.kernel.name} was called for one device's parts, {shown}"
 
 
-class _Noted:
+class _WithNote:
     """Adds a note to what is raised inside."""
 
     def __init__(self, note: str):
@@ -90,7 +92,7 @@ class _Noted:
 
 
 def _known(
-    call: _Call, avals: Sequence[Any], axes: Any, mesh: AbstractMesh, free: Sequence[str]
+    call: _KernelCall, avals: Sequence[Any], axes: Any, mesh: AbstractMesh, free: Sequence[str]
 ) -> Axes | None:
     """How the mesh splits the letters, if it is known for all of its axes."""
     if axes is not None:
@@ -101,7 +103,7 @@ def _known(
     return agreed(call.kernel.name, operands_of(call.kernel, call.splits, avals), call.splits, mesh)
 
 
-def _check(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> None:
+def _check(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> None:
     """Refuses axes that this mesh lacks, or that don't divide what they split."""
     used: set[str] = set()
     faults: list[Fault] = []
@@ -121,7 +123,7 @@ def _check(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) ->
         raise PlacementError(faults)
 
 
-def _mapped(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> Run:
+def _mapped(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -> Run:
     manual = mesh.manual_axes
     kinds = tuple(AxisType.Manual if x in manual else AxisType.Auto for x in mesh.axis_names)
     auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
@@ -143,7 +145,7 @@ def _mapped(call: _Call, split: Axes, mesh: AbstractMesh, free: Sequence[str]) -
     return run
 
 
-def _partitioned(call: _Call) -> Run:
+def _partitioned(call: _KernelCall) -> Run:
     """A call that the compiler's partitioner splits as its operands are."""
 
     def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
@@ -161,7 +163,7 @@ def _partitioned(call: _Call) -> Run:
 
 
 def _rule(
-    call: _Call, shapes: Sequence[tuple[int, ...]]
+    call: _KernelCall, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """The rule in the partitioner's notation, its factors that are whole, in the order in which
     they come, and the sizes of factors that are a part of a dimension.
@@ -189,7 +191,7 @@ def _rule(
     return rule, tuple(whole), {x: n for x, n in sizes.items() if x not in alone}
 
 
-def _shardings(call: _Call, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+def _shardings(call: _KernelCall, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
     """The shardings of results and operands, as the partitioner wants most of them."""
     splits, paths = call.splits, call.kernel.paths
     given = [
@@ -222,7 +224,7 @@ def _shardings(call: _Call, mesh: Any, args: Sequence[Any], results: Sequence[An
     )
 
 
-def _unknown(call: _Call, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
+def _unknown(call: _KernelCall, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
     """The line to write."""
     axes = [axis for axis in free if mesh.shape[axis] > 1]
     split: dict[str, str] = {}

@@ -78,9 +78,9 @@ class Kernel:
     @property
     def paths(self) -> list[str]:
         """What each array is called in errors: `q`, or `weights['up']`."""
-        filled = self.outline.fill(map(_Place, range(self.outline.count)))
+        filled = self.outline.fill(map(_Position, range(self.outline.count)))
         found = jtu.tree_flatten_with_path(filled)[0]
-        return [self._shown(path) for path, x in found if isinstance(x, _Place)]
+        return [self._shown(path) for path, x in found if isinstance(x, _Position)]
 
     def _shown(self, path: Any) -> str:
         (_, kind), (_, first), *rest = ((x, getattr(x, "idx", x)) for x in path)
@@ -90,12 +90,12 @@ class Kernel:
         return jtu.keystr(tuple(path[1:]))
 
 
-class _Place(int):
+class _Position(int):
     """Stands for an array."""
 
 
 @dataclass(frozen=True)
-class _Mapped:
+class _MappedKernel:
     """A kernel under `jax.vmap`."""
 
     kernel: Any
@@ -186,7 +186,7 @@ def _mapped(
     size: int, are_mapped: tuple[bool, ...], *, kernel: Any, splits: Splits, **others: Any
 ) -> dict[str, Any]:
     splits = splits.under_vmap(size, are_mapped)
-    return {"kernel": _Mapped(kernel, are_mapped), "splits": splits, **others}
+    return {"kernel": _MappedKernel(kernel, are_mapped), "splits": splits, **others}
 
 
 def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:

@@ -24,7 +24,7 @@ def opaque(
     *,
     like: Callable[..., Any] | None = None,
     dims: str | None = None,
-    whole: Sequence[str] = (),
+    whole: str | Sequence[str] = (),
     axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
@@ -38,7 +38,7 @@ def opaque(
     *,
     like: Callable[..., Any] | None = None,
     dims: str | None = None,
-    whole: Sequence[str] = (),
+    whole: str | Sequence[str] = (),
     axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
@@ -51,7 +51,7 @@ def opaque(
     *,
     like: Callable[..., Any] | None = None,
     dims: str | None = None,
-    whole: Sequence[str] = (),
+    whole: str | Sequence[str] = (),
     axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
@@ -78,7 +78,8 @@ def opaque(
         the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
         split alike, into a number of parts that divides all of them; of size 1, they are whole.
         Letters that no result has, or that an array has twice, are whole.
-    - `whole`: further letters that are whole, such as those along which `fun` numbers its rows.
+    - `whole`: further letters that are whole, as in `"t d"`, such as those along which `fun`
+        numbers its rows.
     - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are
         whole. By default operands are split as they come. For TPUs, and inside a `shard_map` over
         some axes, it is needed on Auto axes outside the layers of `fully_shard`: compilers can't
@@ -320,7 +321,7 @@ def _on_auto_axes(reference: Callable[..., Any], results: Arrays) -> Callable[..
 def _how_split(
     like: Callable[..., Any] | None,
     dims: str | None,
-    whole: Sequence[str],
+    whole: str | Sequence[str],
     axes: Mapping[str, str | Sequence[str]] | None,
 ) -> HowSplit | None:
     if like is None and dims is None:
@@ -330,7 +331,7 @@ def _how_split(
     words = None
     if axes is not None:
         words = tuple((x, (on,) if isinstance(on, str) else tuple(on)) for x, on in axes.items())
-    return HowSplit(dims, (whole,) if isinstance(whole, str) else tuple(whole), words)
+    return HowSplit(dims, tuple(whole.split() if isinstance(whole, str) else whole), words)
 
 
 def _sealed(function: Callable[..., Any]) -> Any:

@@ -212,13 +212,13 @@ class TestContexts:
         backward = mylib.opaque(
             lambda q, k, v, g: jax.vjp(attention, q, k, v)[1](g),
             dims=f"{whole}, b t h d -> {whole}",
-            whole="tsd",
+            whole="t s d",
         )
-        forward = mylib.opaque(attention, dims=f"{whole} -> b t h d", whole="tsd")
+        forward = mylib.opaque(attention, dims=f"{whole} -> b t h d", whole="t s d")
         f = mylib.opaque(
             attention,
             dims=f"{whole} -> b t h d",
-            whole="tsd",
+            whole="t s d",
             fwd=lambda *xs: (forward(*xs), xs),
             bwd=lambda saved, g: backward(*saved, g),
         )
