@@ -15,7 +15,7 @@ from .splits import Letters, Splits
 Axes = Mapping[str, tuple[str, ...]]
 
 
-class Operand(NamedTuple):
+class GivenArray(NamedTuple):
     """An array that a kernel takes or returns: its name in errors, and the entries of its spec."""
 
     path: str
@@ -25,8 +25,8 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The layer of `fully_shard` that calls a kernel, with what the kernel is called with there."""
+class CallInLayer:
+    """The layer of `fully_shard` that calls a kernel, and what the kernel is given there."""
 
     context: Any
     name: str
@@ -42,9 +42,9 @@ class Layer:
         return {**split, **dict.fromkeys(added[:1], self.context.rows)}
 
 
-def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[Operand]:
+def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[GivenArray]:
     return [
-        Operand(path, tuple(x.shape), letters, tuple(x.sharding.spec))
+        GivenArray(path, tuple(x.shape), letters, tuple(x.sharding.spec))
         for path, x, letters in zip(kernel.paths, avals, splits.operands, strict=True)
     ]
 
@@ -60,8 +60,8 @@ def specs_of(
 
 
 def splits_in(
-    operands: Sequence[Operand], mesh: Any
-) -> Iterator[tuple[Operand, int, tuple[str, ...]]]:
+    operands: Sequence[GivenArray], mesh: Any
+) -> Iterator[tuple[GivenArray, int, tuple[str, ...]]]:
     """Each dimension that is split, with the axes of more than one device that do it."""
     for operand in operands:
         for dim, (size, entry) in enumerate(zip(operand.shape, operand.entries, strict=False)):
@@ -70,7 +70,7 @@ def splits_in(
                 yield operand, dim, axes
 
 
-def agreed(name: str, operands: Sequence[Operand], splits: Splits, mesh: Any) -> Axes:
+def agreed(name: str, operands: Sequence[GivenArray], splits: Splits, mesh: Any) -> Axes:
     """How Explicit axes split the letters of a kernel, if the types of all operands agree."""
     split: dict[str, tuple[str, ...]] = {}
     faults: list[Fault] = []
@@ -100,7 +100,7 @@ def unfit(letter: str, axes: Sequence[str], splits: Splits, mesh: Any) -> str | 
 
 
 def fault(
-    name: str, operand: Operand, dim: int, axes: Sequence[str], splits: Splits, reason: str
+    name: str, operand: GivenArray, dim: int, axes: Sequence[str], splits: Splits, reason: str
 ) -> Fault:
     over = ", ".join(map(repr, axes))
     request = f"dimension {dim} ({operand.letters[dim]!r}) over {over}, where {name} is called"

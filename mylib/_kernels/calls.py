@@ -9,7 +9,7 @@ import jax
 
 from .._placement import kernel_axes
 from .._tree import Split
-from .axes import Layer
+from .axes import CallInLayer
 from .primitive import Kernel, Type, kernel_p
 from .reading import UnreadableError, splits_like
 from .splits import Splits, UnfitDimsError, splits_of
@@ -50,7 +50,9 @@ class KnownCall:
         context = kernel_axes.value
         layer = None
         if context is not None:
-            layer = Layer(context, self.kernel.name, self.splits, tuple(x.shape for x in arrays))
+            layer = CallInLayer(
+                context, self.kernel.name, self.splits, tuple(x.shape for x in arrays)
+            )
         about = {"splits": self.splits, "types": self.types, "axes": axes, "layer": layer}
         return kernel_p.bind(*arrays, kernel=self.kernel, **about)
 

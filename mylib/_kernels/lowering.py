@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from .._compat import mesh_of_lowering
 from .._errors import Fault, PlacementError
 from .._placement import show_mesh
-from .axes import Axes, Operand, agreed, fault, operands_of, specs_of, splits_in, unfit
+from .axes import Axes, GivenArray, agreed, fault, operands_of, specs_of, splits_in, unfit
 from .splits import Splits
 
 Run = Callable[..., Sequence[Any]]
@@ -195,7 +195,7 @@ def _shardings(call: _KernelCall, mesh: Any, args: Sequence[Any], results: Seque
     """The shardings of results and operands, as the partitioner wants most of them."""
     splits, paths = call.splits, call.kernel.paths
     given = [
-        Operand(path, tuple(x.shape), letters, tuple(x.sharding.spec))
+        GivenArray(path, tuple(x.shape), letters, tuple(x.sharding.spec))
         for path, x, letters in zip(
             [*(f"result {i}" for i in range(len(results))), *paths],
             [*results, *args],

@@ -1,10 +1,12 @@
 """Kernels in programs for GPUs and TPUs that are not here."""
 
+import functools
 import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from example_models import program
 from jax.experimental import pallas as pl
@@ -16,6 +18,7 @@ pytestmark = [
     pytest.mark.compilers,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
+OPTIM = optax.adam(1e-3)
 BOTH = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 SENT = re.compile(
     r"= [^=]* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -123,3 +126,23 @@ def test_flash(machine, strategy):
     how = example.STRATEGIES[strategy]
     report = program("running").report(example.task(example.LARGE), how, machine.mesh(**how.axes))
     report.expect(*how.contracts)
+
+
+@BOTH
+def test_a_plan(machine):
+    """The kernels are in layers, so that plans for TPUs need no `axes=`."""
+    example = program("flash")
+    size = example.Size(
+        2, width=1024, heads=8, groups=4, hidden=2048, vocab=1024, time=256, rows=32
+    )
+    model = eqx.filter_eval_shape(functools.partial(example.make, size), jax.random.key(0))
+    state = eqx.filter_eval_shape(OPTIM.init, eqx.filter(model, eqx.is_inexact_array))
+    tokens = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
+
+    def step(tokens, model, state):
+        loss, grads = eqx.filter_value_and_grad(example.loss)(model, tokens)
+        updates, state = OPTIM.update(grads, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    plan = mylib.plan(step, tokens, model, state, machine=machine, compile=1)
+    assert plan.source == "compiled", plan
