@@ -82,4 +82,5 @@ from .private import (
     while_body as while_body,
     with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,
+    without_types_of_shard_map as without_types_of_shard_map,
 )

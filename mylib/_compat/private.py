@@ -581,6 +581,11 @@ def mesh_of_lowering(ctx: Any) -> AbstractMesh:
     return mesh
 
 
+def without_types_of_shard_map() -> Any:
+    """A context in which nothing is asked for its `manual_axis_type`, also inside `shard_map`."""
+    return config._check_vma(False)
+
+
 def requires_devices(primitive: Any) -> None:
     """Lets the rule that lowers a primitive see the program's mesh and devices."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)

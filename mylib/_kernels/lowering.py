@@ -11,7 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._compat import mesh_of_lowering
+from .._compat import mesh_of_lowering, without_types_of_shard_map
 from .._errors import Fault, PlacementError
 from .._placement import show_mesh
 from .axes import Axes, GivenArray, agreed, fault, operands_of, specs_of, splits_in, unfit
@@ -65,9 +65,9 @@ class _KernelCall:
 
     def on_parts(self, *parts: Any) -> list[Any]:
         """The kernel's results for one device's parts."""
-        with jax.sharding.use_abstract_mesh(self._no_mesh), _WithNote(self._note(parts)):
-            results = self.kernel(*parts)
-        return list(results)
+        unchecked, note = without_types_of_shard_map(), _WithNote(self._note(parts))
+        with jax.sharding.use_abstract_mesh(self._no_mesh), unchecked, note:
+            return list(self.kernel(*parts))
 
     def _note(self, parts: Sequence[Any]) -> str:
         shown = ", ".join(

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._compat import names, requires_devices
+from .._compat import names, requires_devices, without_types_of_shard_map
 from .._products import products_in
 from .._programs import KERNEL, all_equations, is_opaque
 from .._tree import Split, outlined
@@ -57,7 +57,7 @@ class Kernel:
             return returned
 
         # Outside of meshes: what is traced here doesn't run.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), without_types_of_shard_map():
             described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
             return jax.make_jaxpr(arrays_of)(*described), outlines[-1]
 
