@@ -67,7 +67,18 @@ class _KernelCall:
         """The kernel's results for one device's parts."""
         unchecked, note = without_types_of_shard_map(), _WithNote(self._note(parts))
         with jax.sharding.use_abstract_mesh(self._no_mesh), unchecked, note:
-            return list(self.kernel(*parts))
+            results = list(self.kernel(*parts))
+            kinds, known = (
+                [(len(x.shape), x.dtype) for x in side] for side in (results, self.types)
+            )
+            if kinds != known:
+                shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in results)
+                wanted = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.types)
+                raise TypeError(
+                    f"opaque: {self.kernel.name} returns {shown or 'no arrays'}; like= has "
+                    f"{wanted or 'none'} for whole arguments"
+                )
+            return results
 
     def _note(self, parts: Sequence[Any]) -> str:
         shown = ", ".join(
@@ -95,8 +106,8 @@ def _known(
     call: _KernelCall, avals: Sequence[Any], axes: Any, mesh: AbstractMesh, free: Sequence[str]
 ) -> Axes | None:
     """How the mesh splits the letters, if it is known for all of its axes."""
-    if axes is not None:
-        return dict(axes)
+    if axes is not None or not call.splits.parts:
+        return dict(axes or ())
     explicit = set(mesh.explicit_axes)
     if not explicit.issuperset(axis for axis in free if mesh.shape[axis] > 1):
         return None

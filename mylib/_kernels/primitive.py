@@ -177,16 +177,21 @@ def _batch(
     results = kernel_p.bind(
         *args,
         types=tuple(Type((axis.size, *x.shape), x.dtype) for x in types),
-        **_mapped(axis.size, are_mapped, **params),
+        **_mapped(axis, are_mapped, **params),
     )
     return results, [0] * len(results)
 
 
 def _mapped(
-    size: int, are_mapped: tuple[bool, ...], *, kernel: Any, splits: Splits, **others: Any
+    axis: Any, are_mapped: tuple[bool, ...], *, kernel: Any, splits: Splits, axes: Any, layer: Any
 ) -> dict[str, Any]:
-    splits = splits.under_vmap(size, are_mapped)
-    return {"kernel": _MappedKernel(kernel, are_mapped), "splits": splits, **others}
+    """The parameters of a call under `vmap`, whose `spmd_axis_name` splits the new letter."""
+    splits = splits.under_vmap(axis.size, are_mapped)
+    if axes is not None and axis.spmd_name is not None:
+        named = axis.spmd_name if isinstance(axis.spmd_name, tuple) else (axis.spmd_name,)
+        axes = ((splits.results[0][0], named), *axes)
+    kernel = _MappedKernel(kernel, are_mapped)
+    return {"kernel": kernel, "splits": splits, "axes": axes, "layer": layer}
 
 
 def _no_derivative(primals: Any, tangents: Any, *, kernel: Any, **_: Any) -> Any:
