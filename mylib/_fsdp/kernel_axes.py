@@ -17,7 +17,7 @@ from .._tree import Arrays
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerAxes:
     """What a layer knows of its kernels: letters that are split as `used` splits weights, and as
     rows are, over all other axes. `key` tells layers apart: JAX traces functions anew for each.

@@ -24,7 +24,7 @@ class GivenArray(NamedTuple):
     entries: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CallInLayer:
     """The layer of `fully_shard` that calls a kernel, and what the kernel is given there."""
 

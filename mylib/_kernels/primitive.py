@@ -27,7 +27,7 @@ class Type(NamedTuple):
     dtype: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Kernel:
     """The user's function as one of arrays, and one of plain JAX that computes the same. `outline`
     has the rest of the arguments; `parameters` are the names of those that are positional.
@@ -37,6 +37,9 @@ class Kernel:
     like: Callable[..., Any] | None
     outline: Split
     parameters: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return self.name
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         args, kwargs = self.outline.fill(arrays)
@@ -94,12 +97,15 @@ class _Position(int):
     """Stands for an array."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _MappedKernel:
     """A kernel under `jax.vmap`."""
 
     kernel: Any
     are_mapped: tuple[bool, ...]
+
+    def __repr__(self) -> str:
+        return f"vmap({self.kernel})"
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         in_axes = [0 if is_mapped else None for is_mapped in self.are_mapped]
