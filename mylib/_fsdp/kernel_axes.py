@@ -9,34 +9,53 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from .._compat import vmapped_axes
 from .._dims import Reading, program_of
 from .._kernels import Axes, Splits
 from .._placement import Target, axes_in, axis_names, kernel_axes
-from .._tree import Arrays
+from .._tree import Arrays, Leaves, Split, outline_of, outlined
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, repr=False)
 class LayerAxes:
     """What a layer knows of its kernels: letters that are split as `used` splits weights, and as
-    rows are, over all other axes. `key` tells layers apart: JAX traces functions anew for each.
+    rows are, over all other axes. JAX traces functions anew for layers that differ in this.
 
     It is read from the layer's operations, and only when a program for TPUs is lowered.
     """
 
-    run: Callable[[Arrays, Arrays], Arrays]
-    weights: Sequence[jax.ShapeDtypeStruct]
-    inputs: Sequence[jax.ShapeDtypeStruct]
+    method: Callable[..., Any]
+    layer: Split
+    arguments: Split
+    weights: tuple[tuple[Shape, Any], ...]
+    inputs: tuple[tuple[Shape, Any], ...]
     used: Sequence[Target | None]
     is_mapped: bool
-    key: Any
 
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, LayerAxes) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    @staticmethod
+    def of(
+        method: Callable[..., Any],
+        leaves: Leaves,
+        inputs: Arrays,
+        arguments: Split,
+        used: Sequence[Target | None],
+    ) -> "LayerAxes | None":
+        """None if what is static can't be hashed: then JAX couldn't tell layers apart."""
+        weights, given = (
+            tuple((tuple(x.shape), x.dtype) for x in map(jax.typeof, side))
+            for side in (leaves.arrays, inputs)
+        )
+        is_mapped = next(vmapped_axes(), None) is not None
+        known = LayerAxes(
+            method, outline_of(leaves), arguments, weights, given, tuple(used), is_mapped
+        )
+        try:
+            hash(known)
+        except TypeError:
+            return None
+        return known
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
@@ -47,9 +66,10 @@ class LayerAxes:
 
     def axes_of(self, name: str, splits: Splits, shapes: Sequence[Shape]) -> Axes | None:
         """How the letters of a kernel that the layer calls are split; None if it calls no such."""
-        for run in (self.run, self._gradient):
+        arrays = [[jax.ShapeDtypeStruct(*x) for x in side] for side in (self.weights, self.inputs)]
+        for run in (self._run, self._gradient):
             with kernel_axes(None):
-                read = program_of(jax.make_jaxpr(run)(self.weights, self.inputs))
+                read = program_of(jax.make_jaxpr(run)(*arrays))
             split = self._groups(read)
             for called, nodes in read.kernels:
                 if called == name and [read.dims.sizes(x) for x in nodes] == list(shapes):
@@ -63,7 +83,7 @@ class LayerAxes:
         split: dict[int, tuple[str, ...]] = {}
         for nodes, target in zip(read.inputs, self.used, strict=False):
             if isinstance(target, NamedSharding):
-                for node, entry in zip(nodes, target.spec, strict=False):
+                for node, entry in zip(nodes, target.spec.partitions, strict=False):
                     if axis_names(entry):
                         split[read.dims.group(node)] = tuple(axis_names(entry))
         first = next((x for x in read.inputs[len(self.weights) :] if x), ())
@@ -71,9 +91,13 @@ class LayerAxes:
             split.setdefault(read.dims.group(first[0]), self.rows)
         return split
 
+    def _run(self, weights: Arrays, inputs: Arrays) -> Arrays:
+        args, kwargs = self.arguments.fill(inputs)
+        return outlined(self.method(self.layer.fill(weights), *args, **kwargs))[0]
+
     def _gradient(self, weights: Arrays, inputs: Arrays) -> Any:
         def run(weights: Arrays, inputs: Arrays) -> Arrays:
-            return list(filter(_is_float, self.run(weights, inputs)))
+            return list(filter(_is_float, self._run(weights, inputs)))
 
         results, backward = jax.vjp(run, weights, inputs)
         return list(filter(_is_float, jax.tree.leaves(backward(list(map(jnp.ones_like, results))))))

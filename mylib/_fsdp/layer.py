@@ -12,7 +12,6 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
-from .._compat import vmapped_axes
 from .._errors import Fault, PlacementError, because
 from .._placement import (
     World,
@@ -25,7 +24,7 @@ from .._placement import (
     sharding_of,
     show,
 )
-from .._tree import Arrays, Leaves, Split, outline_of, outlined, split
+from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
@@ -179,7 +178,7 @@ def _called(
     if in_own_dtypes.value:
         route = replace(route, dtype=None, reduce_dtype=None)
     inputs, outline = outlined((args, kwargs))
-    context = _kernel_axes(method, leaves, inputs, outline, route, world)
+    context = LayerAxes.of(method, leaves, inputs, outline, route.used)
     call = _LayerCall(method, leaves, outline, context)
     if world.mesh.explicit_axes:
         compute, inputs, types = as_written(call, weights, inputs, route)
@@ -199,9 +198,7 @@ def _called(
 class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(
-        self, method: Callable[..., Any], leaves: Leaves, outline: Split, context: Any = None
-    ):
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Split, context: Any):
         self._method, self._leaves, self._outline = method, leaves, outline
         self._returned, self._context = outline, context
 
@@ -215,31 +212,6 @@ class _LayerCall:
     def filled(self, arrays: Arrays) -> Any:
         """The method's result, with these arrays."""
         return self._returned.fill(arrays)
-
-
-def _kernel_axes(
-    method: Callable[..., Any],
-    leaves: Leaves,
-    inputs: Arrays,
-    outline: Split,
-    route: Route,
-    world: World,
-) -> LayerAxes:
-    weights, taken = ([_described(x) for x in side] for side in (leaves.arrays, inputs))
-    types = tuple((x.shape, x.dtype) for x in (*weights, *taken))
-    is_mapped = bool(list(vmapped_axes()))
-    key: Any = (method, outline_of(leaves), outline, types, route.used, is_mapped)
-    try:
-        hash(key)
-    except TypeError:  # of what is static
-        key = object()
-    run = _LayerCall(method, leaves, outline)
-    return LayerAxes(run, weights, taken, route.used, is_mapped, key)
-
-
-def _described(x: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _after_gathering(compute: Run, route: Route) -> Run:
