@@ -200,7 +200,8 @@ MADE = frozenset(
 )  # fmt: skip
 # Their results are in memory, because compilers fuse them with nothing that follows.
 SOLID = SCATTERS | {
-    COND, CONSTRAINT, "concatenate", "conv_general_dilated", "cumsum", DOT, "dynamic_update_slice",
+    COND, CONSTRAINT, CUDNN_BACKWARD, CUDNN_FORWARD, "concatenate", "conv_general_dilated",
+    "cumsum", DOT, "dynamic_update_slice", RAGGED_DOT,
     "gather", "reduce_window_max", SCAN, SHARD_MAP, "sort", "top_k", WHILE,
 }  # fmt: skip
 # Their result is their operand.

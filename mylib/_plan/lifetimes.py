@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from .._compat import names
 from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, shape_of
-from .._programs import jaxprs_in
+from .._programs import KERNEL, jaxprs_in
 
 # As bytes. Smaller arrays don't matter beside weights.
 _SMALL = 1024
@@ -80,7 +80,7 @@ def _last_uses(scope: Scope, values_last: bool) -> tuple[set[Any], dict[Any, flo
 
 
 def _is_solid(eqn: Equation) -> bool:
-    return eqn.name in names.SOLID or bool(jaxprs_in(eqn.source))
+    return eqn.name in names.SOLID or eqn.name == KERNEL or bool(jaxprs_in(eqn.source))
 
 
 def _is_alias(eqn: Equation) -> bool:
