@@ -30,7 +30,7 @@ from side_by_side import print_header, print_row
 import mylib
 from mylib._plan.candidates import (
     RESERVE,
-    Tried,
+    LiveCandidate,
     compiled as compile_for,
     ordered,
     priced,
@@ -211,14 +211,14 @@ def planned(case: Case, **options: Any) -> mylib.Plan:
     return mylib.plan(step_of(case), *arguments(case), layers=case.layers, **options)
 
 
-def candidates(case: Case, known: mylib.machines.Machine, room: float) -> list[Tried]:
+def candidates(case: Case, known: mylib.machines.Machine, room: float) -> list[LiveCandidate]:
     """Of each policy and mesh the cheapest, as `mylib.plan` finds them."""
     step = PlannedStep.of(step_of(case, jnp.bfloat16), arguments(case))
     traces = [trace(step, x, (case.layers,), jnp.bfloat16) for x in ("full", "all")]
     return [x for traced in traces for x in priced(traced, known, room)]
 
 
-def fitting(tried: Sequence[Tried], room: float) -> list[Tried]:
+def fitting(tried: Sequence[LiveCandidate], room: float) -> list[LiveCandidate]:
     return ordered([x for x in tried if not x.why and x.memory <= room * (1 - RESERVE)])
 
 
@@ -232,7 +232,7 @@ def compiled(only: Sequence[str], machine: str) -> None:
     target = mylib.machines.Machine.of(machine)
     known, _ = with_figures(target)
     # Steps that differ only in the memory have the same programs.
-    done: dict[Any, list[Tried]] = {}
+    done: dict[Any, list[LiveCandidate]] = {}
     for case in cases(1):
         if not any(part in case.name for part in only):
             continue
@@ -242,7 +242,7 @@ def compiled(only: Sequence[str], machine: str) -> None:
         left = ordered([x for x in tried if not x.why])
         eight = [x.name for x in to_compile(left, 8)]
         programs = done.setdefault(case.name.removesuffix(", tight"), [])
-        found: list[Tried] = []
+        found: list[LiveCandidate] = []
         for x in left:
             program = next((y for y in programs if y.strategy == x.strategy), x)
             if program is x:

@@ -1,9 +1,9 @@
-"""Which of some leaves another belongs to: a moment to its weight, a result to what it replaces.
+"""The leaf that another one belongs to: a moment to its weight, a result to what it replaces.
 
-Everything that asks this asks here. Who has a program passes on what it tells: the dimensions that
-are split alike as a part of the form, or the leaves that a value is computed from element by
-element. Shapes come next. Paths only tell apart what is equal in both, and where they don't, all
-that fit are the answer: it is unknown.
+All rooms use this one answer. A caller with a program passes on its facts: the dimensions that are
+split alike, as a part of the form, or the leaves from which a value is computed element by element.
+Shapes come next. Paths only decide between leaves that are equal in both. If they can't decide, the
+answer is all leaves that fit: it is unknown.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
@@ -30,7 +30,7 @@ class Owner(Generic[Key]):
 
 
 def owner_by_flow(computed_from: Collection[Key]) -> Owner[Key]:
-    """What a value belongs to that is computed from these leaves, in a program."""
+    """The owner of a value that a program computes from these leaves."""
     count = len(computed_from)
     why = "it depends on it alone" if count == 1 else f"it depends on {count} of them"
     return Owner(tuple(computed_from), why)
@@ -57,7 +57,7 @@ class Owners(Generic[Key]):
         is_field: Callable[[int], bool] = lambda i: True,
         outside: bool = False,
     ) -> Owner[Key]:
-        """What a leaf with this path and form belongs to; None as a form fits all. `near` are the
+        """The owner of a leaf with this path and form; None as a form fits all. `near` are the
         leaves that it is computed from element by element, if that is known: they tell equals
         apart. `is_field` is for paths that end in list indices alone: such an end counts only
         after a field. If `outside`, it doesn't belong to a leaf with the same path.

@@ -67,7 +67,7 @@ class _Counter:
             if name in _UNKNOWN:
                 return None
             if name in _PRODUCTS:
-                products += products_of(eqn)
+                products += products_of_equation(eqn)
                 continue
             inner = jaxprs_in(eqn)
             factors += name in names.FACTORS
@@ -116,7 +116,7 @@ def _times(eqn: Any, each_turn: bool) -> int:
     return 1
 
 
-def products_of(eqn: Any) -> int:
+def products_of_equation(eqn: Any) -> int:
     """Counts those of one equation, a `dot_general` or a convolution."""
     if eqn.primitive.name == names.CONVOLUTION:
         return _convolution(eqn)

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from ._per_device import communicates_over
 from ._placement import cast, manual_axes, varying
-from ._tree import Arrays, Made, Rest, Split, first_difference, is_array, is_ref, outlined
+from ._tree import Arrays, Made, Outline, Rest, first_difference, is_array, is_ref, outlined
 
 __all__ = ["scan", "while_loop"]
 
@@ -244,13 +244,13 @@ class _Carry:
         self.rest = rest
 
     def tree(self) -> Any:
-        return self.rest.split.fill(self.arrays)
+        return self.rest.outline.fill(self.arrays)
 
     def after(self, tree: Any, function: str, before: str) -> "_Carry":
         """The carry after an iteration. Raises if anything but arrays has changed."""
         leaves, treedef = jtu.tree_flatten(tree)
-        split = self.rest.split
-        if treedef != split.treedef:
+        outline = self.rest.outline
+        if treedef != outline.treedef:
             name, was, now = first_difference(self.tree(), tree)
             raise TypeError(
                 f"{function} must return the carry with the same structure as in {before}. "
@@ -262,7 +262,7 @@ class _Carry:
             self.rest.paths,
             jtu.tree_leaves(self.tree()),
             leaves,
-            split.are_arrays,
+            outline.are_arrays,
             carried,
             strict=True,
         ):
@@ -279,7 +279,7 @@ class _Carry:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], _Fixed]:
         # A leaf's whole path as one key, for JAX's errors.
-        paths = compress(self.rest.paths, self.rest.split.are_arrays)
+        paths = compress(self.rest.paths, self.rest.outline.are_arrays)
         return list(zip(paths, self.arrays, strict=True)), self.rest
 
     def tree_flatten(self) -> tuple[Arrays, _Fixed]:
@@ -294,6 +294,6 @@ def _carried(tree: Any) -> _Carry:
     with_paths, treedef = jtu.tree_flatten_with_path(tree)
     leaves = [x for _, x in with_paths]
     carried = tuple(map(_is_carried, leaves))
-    split = Split(treedef, carried, tuple(compress(leaves, map(not_, carried))))
+    outline = Outline(treedef, carried, tuple(compress(leaves, map(not_, carried))))
     arrays = [jnp.asarray(x) for x in compress(leaves, carried)]
-    return _Carry(arrays, _Fixed(split, [jtu.keystr(path) for path, _ in with_paths]))
+    return _Carry(arrays, _Fixed(outline, [jtu.keystr(path) for path, _ in with_paths]))

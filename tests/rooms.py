@@ -120,7 +120,7 @@ def faults_of(imports: list[Import]) -> list[str]:
 
 def circles() -> set[str]:
     """The files that import themselves by way of other files of their room, such as
-    `_jit/program.py`. Imports for types alone count: who reads one file must read the others.
+    `_jit/dispatcher.py`. Imports for types alone count: who reads one file must read the others.
     """
     used: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for path in PACKAGE.rglob("*/*.py"):

@@ -54,5 +54,5 @@ def about_spared(
 
 def _form_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     """The structure of a tree, and the shapes and dtypes of its arrays."""
-    arrays, split = outlined(tree)
-    return split.treedef, [(x.shape, x.dtype) for x in arrays]
+    arrays, outline = outlined(tree)
+    return outline.treedef, [(x.shape, x.dtype) for x in arrays]

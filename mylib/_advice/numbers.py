@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from .._errors import StaticNumberWarning, folded, warn
-from .._tree import Split
+from .._tree import Outline
 
 # After this many new trees of arguments in a row that differ only in Python numbers.
 _IN_A_ROW = 10
@@ -20,18 +20,22 @@ class ChangingNumbers:
 
     def __init__(self) -> None:
         # None once the warning was given.
-        self._row: list[Split] | None = []
+        self._row: list[Outline] | None = []
 
     def look_at(
-        self, split: Split, latest: Split | None, name: str, find_names: Callable[[], Sequence[str]]
+        self,
+        outline: Outline,
+        latest: Outline | None,
+        name: str,
+        find_names: Callable[[], Sequence[str]],
     ) -> None:
         """Takes note of a new tree, after that of the call before, and warns if it is time."""
         row = self._row
         if row is None:
             return
         is_next = row and latest is row[-1]
-        changed = split.numbers_changed(row[-1]) if is_next else set[int]()
-        row = [*row, split] if changed else [split]
+        changed = outline.numbers_changed(row[-1]) if is_next else set[int]()
+        row = [*row, outline] if changed else [outline]
         self._row = row if len(row) < _IN_A_ROW and len(changed) < _MANY else None
         if self._row is None:
             pairs = pairwise(row)

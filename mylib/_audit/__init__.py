@@ -6,7 +6,7 @@ from .attribution import (
     products_by_triton as products_by_triton,
 )
 from .audit import audit as audit, report_of as report_of
-from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
+from .groups import Groups as Groups, MeshAxes as MeshAxes, axis_of as axis_of
 from .hlo import HloModule as HloModule
 from .links import Message as Message, seconds as seconds
 from .memory import memory_of as memory_of

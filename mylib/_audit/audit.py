@@ -17,7 +17,7 @@ from .as_written import read
 from .attribution import Names, gradients_of, is_gradient, name_of, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
-from .groups import Axes, axes_in
+from .groups import MeshAxes, axes_in
 from .hlo import Array, HloModule
 from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
@@ -120,10 +120,10 @@ def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]
     paths = [path for path, x in leaves if is_array(x, abstract=True)]
     donated = _donated(fun, bound.args[:1], arrays)
     given: list[Any] = [x if gives else None for x, gives in zip(arrays, donated, strict=True)]
-    kept: list[Any] = [None if gives else x for x, gives in zip(arrays, donated, strict=True)]
+    spared: list[Any] = [None if gives else x for x, gives in zip(arrays, donated, strict=True)]
 
-    def called(given: list[Any], kept: list[Any]) -> tuple[Made]:
-        arrays = [y if x is None else x for x, y in zip(given, kept, strict=True)]
+    def called(given: list[Any], spared: list[Any]) -> tuple[Made]:
+        arrays = [y if x is None else x for x, y in zip(given, spared, strict=True)]
         function, bound.arguments = rest.fill(arrays)
         # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
@@ -131,10 +131,10 @@ def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     name_of = {
-        f"{'given' if gives else 'kept'}[{i}]": _called(path)
+        f"{'given' if gives else 'spared'}[{i}]": _called(path)
         for i, (path, gives) in enumerate(zip(paths, donated, strict=True))
     }
-    traced = jax.jit(called, donate_argnums=0).trace(given, kept)
+    traced = jax.jit(called, donate_argnums=0).trace(given, spared)
     return traced, lambda name: name_of.get(name, name)
 
 
@@ -182,7 +182,7 @@ def report_of(
     else:
         compiled, module = read(program, lowered, options)
     meshes = [mesh] if mesh is not None else _meshes_of(compiled)
-    candidates = [axes for axes in map(Axes.of, meshes) if axes.size == module.devices]
+    candidates = [axes for axes in map(MeshAxes.of, meshes) if axes.size == module.devices]
     if mesh is not None and not candidates and module.devices > 1:
         raise AuditError(
             f"the program runs on {module.devices} devices, and the mesh {dict(mesh.shape)} has "
@@ -270,7 +270,7 @@ def _dividing(sharding: Sharding | None) -> tuple[str, ...] | None:
 
 
 def _collective(
-    number: int, transfer: Transfer, flow: Flow, meshes: Sequence[Axes], names: Names
+    number: int, transfer: Transfer, flow: Flow, meshes: Sequence[MeshAxes], names: Names
 ) -> Collective:
     x = transfer.first
     module = x.computation.module
@@ -294,7 +294,7 @@ def _collective(
     )
 
 
-def _axes_of(transfer: Transfer, meshes: Sequence[Axes]) -> tuple[str, ...] | None:
+def _axes_of(transfer: Transfer, meshes: Sequence[MeshAxes]) -> tuple[str, ...] | None:
     """The names in the first mesh in which it goes over whole axes, else in the first mesh."""
     pairs = transfer.kind == "collective-permute"
     named = [

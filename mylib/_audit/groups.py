@@ -80,7 +80,7 @@ def _of_iota(text: str) -> np.ndarray:
 
 def _of_mesh(text: str) -> Groups:
     match = _matched(_MESH, text)
-    groups = Axes.read(match["axes"]).groups(match["used"].replace("'", "").split(","))
+    groups = MeshAxes.read(match["axes"]).groups(match["used"].replace("'", "").split(","))
     if not match["devices"]:
         return groups
     is_list = re.fullmatch(r"[\d, ]+", match["devices"])
@@ -117,18 +117,18 @@ def axis_of(name: str) -> str:
     return name.lstrip("~").split(":")[0]
 
 
-class Axes(NamedTuple):
+class MeshAxes(NamedTuple):
     """The axes of a mesh, in the order of the devices that a program runs on."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh) -> "Axes":
+    def of(cls, mesh: Mesh | AbstractMesh) -> "MeshAxes":
         return cls(tuple(map(str, mesh.axis_names)), tuple(mesh.axis_sizes))
 
     @classmethod
-    def read(cls, text: str) -> "Axes":
+    def read(cls, text: str) -> "MeshAxes":
         """Those of `'x'=2,'y'=4`."""
         axes = _AXIS.findall(text)
         return cls(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
@@ -184,8 +184,8 @@ class Axes(NamedTuple):
         )
 
 
-def axes_in(text: str) -> list[Axes]:
+def axes_in(text: str) -> list[MeshAxes]:
     """The meshes in a program's text, unless XLA has invented their names."""
     texts = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
-    meshes = dict.fromkeys(map(Axes.read, texts))
+    meshes = dict.fromkeys(map(MeshAxes.read, texts))
     return [x for x in meshes if not all(re.fullmatch(r"axis_\d+", name) for name in x.names)]

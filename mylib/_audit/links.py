@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..machines import Chip, Machine, coordinates, shape_of
-from .groups import Axes
+from .groups import MeshAxes
 
 # In a host: the share of a GPU's links that a collective reaches with 2, 4 and 8 GPUs, and how long
 # it takes to start. The switch between 8 GPUs adds up by itself.
@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
 def seconds(message: Message, axes: Mapping[str, int], machine: Machine) -> tuple[float, str]:
     """How long a collective takes once, and what is assumed about its links."""
-    mesh = Axes(tuple(axes), tuple(axes.values()))
+    mesh = MeshAxes(tuple(axes), tuple(axes.values()))
     if machine.chip.platform == "tpu":
         return _on_torus(message, mesh, machine)
     return _on_hosts(message, mesh, machine)
@@ -59,7 +59,7 @@ def stated(chip: Chip, what: str, value: float | None) -> float:
     return value
 
 
-def _on_hosts(message: Message, mesh: Axes, machine: Machine) -> tuple[float, str]:
+def _on_hosts(message: Message, mesh: MeshAxes, machine: Machine) -> tuple[float, str]:
     chip, over = machine.chip, ", ".join(message.axes)
     groups = mesh.groups(message.axes)
     hosts, ranks = _spread(tuple(map(tuple, groups.tolist())), machine.shape[-1])
@@ -91,7 +91,7 @@ def _spread(groups: tuple[tuple[int, ...], ...], per_host: int) -> tuple[int, in
     return max(spread, key=lambda x: (x[0] > 1, -x[1], x[0]))
 
 
-def _on_torus(message: Message, mesh: Axes, machine: Machine) -> tuple[float, str]:
+def _on_torus(message: Message, mesh: MeshAxes, machine: Machine) -> tuple[float, str]:
     chip, over = machine.chip, ", ".join(message.axes)
     link = _LINK * stated(chip, "link bandwidth", chip.link_bandwidth)
     directions, cores, longest = _directions(mesh, message.axes, machine)
@@ -112,7 +112,7 @@ def _on_torus(message: Message, mesh: Axes, machine: Machine) -> tuple[float, st
 
 @functools.lru_cache(maxsize=1000)
 def _directions(
-    mesh: Axes, names: tuple[str, ...], machine: Machine
+    mesh: MeshAxes, names: tuple[str, ...], machine: Machine
 ) -> tuple[list[float], int, int]:
     """For each direction of the slice along which a group lies, over how many links each of its
     chips sends: 2 in a ring, 1 in a line, and less if other groups lie between its chips. Also the

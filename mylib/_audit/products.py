@@ -30,7 +30,7 @@ def _named(dtype: str) -> str:
     return "bfloat16" if dtype == "bf16" else _WORDS.get(dtype[0], dtype[0]) + dtype[1:]
 
 
-def products_of(x: Instruction) -> int | None:
+def products_of_instruction(x: Instruction) -> int | None:
     """How many products an instruction computes itself, without the computations that it calls. 0
     for one that is bound by memory; None for a kernel whose work is not in the program.
     """

@@ -1,7 +1,7 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,12 +60,13 @@ def _ms(time: float) -> str:
 
 
 class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, and bytes of its memory. And the shares of
-    these that are reached.
+    """What a device does in a second: products by dtype, bytes of its memory, and bytes from and to
+    its host's. And the shares of the first two that are reached.
     """
 
     flops: Mapping[str, float]
     memory: float
+    host: float
     of_products: float = 1
     of_kernels: float = 1
     of_memory: float = 1
@@ -75,6 +76,10 @@ class Speed(NamedTuple):
         products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
         share = self.of_kernels if operation.is_kernel else self.of_products
         return products / share, operation.bytes / self.memory / self.of_memory
+
+    def copying(self, operation: Operation) -> float:
+        """The seconds of an operation's copies between the device and its host."""
+        return operation.host / self.host
 
 
 def estimate(
@@ -98,13 +103,21 @@ def estimate(
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
+    copied = sum(op.times * real.copying(op) for op in work.operations)
+    unknown = any(op.host for op in work.operations) and math.isinf(real.host)
+    if unknown:
+        assumed.append("copies to and from the host cost nothing, as their rate is not known")
+    elif copied:
+        parts["host memory"] = copied
+        assumed.append("copies to and from the host run beside the operations of their iteration")
     slowest = _slowest(machine.chip, real)
-    most = communication + sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
-    low = max(low, communication)
-    total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
+    most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    most += communication + copied
+    low = max(low, communication, copied)
+    total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,
-        interval=(min(total, low), math.inf if work.unknown else most),
+        interval=(min(total, low), math.inf if work.unknown or unknown else most),
         parts=parts,
         exposed=max(0.0, total - body),
         bound_by=max(parts, key=lambda name: parts[name]),
@@ -113,25 +126,26 @@ def estimate(
     )
 
 
-def played(
-    steps: Sequence[Step], cost: Callable[[Operation], float], sent: Sequence[float]
-) -> float:
+def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
     """The seconds of a schedule whose operations run one after the other, and whose collectives run
-    one after the other beside them. `sent` is how long each collective takes.
+    one after the other beside them, and so do copies between a device and its host. `sent` is how
+    long each collective takes.
     """
-    now = free = 0.0
+    now = free = copied = 0.0
     ends: dict[int, float] = {}
     for step in steps:
         match step:
             case Operation():
-                now += step.times * cost(step)
+                if step.host:
+                    copied = max(now, copied) + step.times * speed.copying(step)
+                now += step.times * max(speed.seconds(step))
             case Begin():
                 free = ends[step.collective] = max(now, free) + step.share * sent[step.collective]
             case End():
                 now = max(now, ends.pop(step.collective, now))
             case Loop():
-                now += step.times * played(step.steps, cost, sent)
-    return max(now, *ends.values(), 0.0)
+                now += step.times * played(step.steps, speed, sent)
+    return max(now, copied, *ends.values(), 0.0)
 
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
@@ -160,7 +174,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
     memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
-    ideal = Speed(rates, memory / chip.devices)
+    ideal = Speed(rates, memory / chip.devices, _of_host(chip))
     like = CHIPS[_LIKE.get(chip.platform, "h100")]
     missing = [name for name in _SHARES if name not in chip.reached]
     if missing:
@@ -169,7 +183,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
     shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:2], *shares), assumed
+    return ideal, Speed(*ideal[:3], *shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
@@ -181,7 +195,11 @@ def _slowest(chip: Chip, real: Speed) -> Speed:
         share if name in chip.reached else lowest[name]
         for name, share in zip(_SHARES, given, strict=True)
     )
-    return Speed(*real[:2], *shares)
+    return Speed(*real[:3], *shares)
+
+
+def _of_host(chip: Chip) -> float:
+    return math.inf if chip.host_bandwidth is None else chip.host_bandwidth / chip.devices
 
 
 _SHARES = "products", "kernels", "memory"

@@ -2,14 +2,14 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .collectives import Transfer
 from .hlo import Array, Computation, HloModule, Instruction
 from .moments import Begin, End, Moments, moments_of
-from .products import dtype_of, products_of
+from .products import dtype_of, products_of_instruction
 from .values import done_of, trips
 
 # A library's workspace comes after its results.
@@ -25,12 +25,14 @@ class Operation(NamedTuple):
     - `flops`: what one of them computes, as pairs of a dtype and a number.
     - `bytes`: what one of them reads from memory and writes there.
     - `is_kernel`: whether it is a kernel of its own, such as attention, and no plain product.
+    - `host`: the bytes that one of them copies to the host's memory or back, beside operations.
     """
 
     times: int
     flops: tuple[tuple[str, int], ...]
     bytes: int
     is_kernel: bool = False
+    host: int = 0
 
 
 class Loop(NamedTuple):
@@ -152,13 +154,13 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
     unknown = 0
     is_kernel = False
     for y in _fused(x):
-        products = products_of(y)
+        products = products_of_instruction(y)
         unknown += products is None
         is_kernel = is_kernel or y.row.kernel
         if products:
             flops[dtype_of(y)] += 2 * products
-    moved = _read(x) + _written(x)
-    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel)], unknown
+    moved, copied = (_read(x, size) + _written(x, size) for size in (_bytes, _bytes_on_host))
+    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel, copied)], unknown
 
 
 def _fused(x: Instruction) -> Iterator[Instruction]:
@@ -169,9 +171,9 @@ def _fused(x: Instruction) -> Iterator[Instruction]:
             yield from _fused(y)
 
 
-def _read(x: Instruction) -> int:
+def _read(x: Instruction, size: Callable[[Array], int]) -> int:
     return sum(
-        min(sum(map(_bytes, y.arrays)), _read_of_operand(x, i)) for i, y in enumerate(x.inputs())
+        min(sum(map(size, y.arrays)), _read_of_operand(x, i)) for i, y in enumerate(x.inputs())
     )
 
 
@@ -200,17 +202,17 @@ def _uses(x: Instruction) -> int:
     return total
 
 
-def _written(x: Instruction) -> int:
+def _written(x: Instruction, size: Callable[[Array], int]) -> int:
     arrays = done_of(x).arrays
     last = x.called.result if x.does == "fusion" else x
     if _sends(last):
         return 0
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
-        return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
+        return sum(min(size(array), _put(y)) for array, y in zip(arrays, each, strict=True))
     if last.row.workspace:
         arrays = [array for array in arrays if array.dtype not in _WORKSPACE]
-    return sum(map(_bytes, arrays))
+    return sum(map(size, arrays))
 
 
 def _put(x: Instruction) -> int:
@@ -238,3 +240,7 @@ def _bytes(array: Array) -> int:
     """The bytes of an array in the device's memory: 0 in a TPU's on-chip memory, or on a host."""
     on_chip = "T(" in array.layout and "S(" in array.layout
     return 0 if on_chip or array.on_host else array.padded_bytes
+
+
+def _bytes_on_host(array: Array) -> int:
+    return array.padded_bytes if array.on_host else 0

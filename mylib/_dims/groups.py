@@ -16,10 +16,19 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._compat import names, opened
-from .._products import products_of
+from .._products import products_of_equation
 from .._programs import KERNEL, Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
-from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
+from .equations import (
+    Equation,
+    bytes_of,
+    equations_of,
+    is_kept,
+    is_literal,
+    is_of_plan,
+    is_on_host,
+    shape_of,
+)
 
 
 @dataclass(eq=False)
@@ -98,6 +107,7 @@ class Reading:
     - `products`, `sums`: its products, and its sums over dimensions.
     - `moves`: weights that are gathered where a layer is called.
     - `whole`: dimensions that an operation needs whole.
+    - `offloads`: what is copied to the host's memory, and back.
     - `scopes`: its jaxprs, from which follows what it holds.
     - `loops`: the first dimensions of what loops iterate over.
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
@@ -123,6 +133,7 @@ class Reading:
     sums: list[Sum] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)
     whole: list[Event] = field(default_factory=list)
+    offloads: list[Event] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
@@ -200,7 +211,8 @@ class _Reader:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
-            values.update(zip(eqn.outvars, _Apply(self, eqn, ins, place).results(), strict=True))
+            apply = _Apply(self, eqn, ins, place, top)
+            values.update(zip(eqn.outvars, apply.results(), strict=True))
             moments.append((eqn, start, self.clock))
         returned = {var for var in results if not is_literal(var)}
         nodes = {var: value.nodes for var, value in values.items()}
@@ -211,9 +223,11 @@ class _Reader:
 class _Apply:
     """Joins the dimensions of one operation."""
 
-    def __init__(self, reader: _Reader, eqn: Equation, ins: list[_Operand], place: Place):
+    def __init__(
+        self, reader: _Reader, eqn: Equation, ins: list[_Operand], place: Place, top: bool
+    ):
         self.reader, self.program, self.dims = reader, reader.program, reader.dims
-        self.eqn, self.ins, self.place = eqn, ins, place
+        self.eqn, self.ins, self.place, self.top = eqn, ins, place, top
         self.in_avals = [var.aval for var in eqn.invars]
         self.out_avals = [var.aval for var in eqn.outvars]
         self.outs = [_Operand(reader.fresh(aval)) for aval in self.out_avals]
@@ -255,7 +269,7 @@ class _Apply:
         sums.append(out.sum)
 
     def product(self, over: Nodes) -> None:
-        flops = 2.0 * products_of(self.eqn.source)
+        flops = 2.0 * products_of_equation(self.eqn.source)
         a, b = self.in_avals[:2]
         out = self.outs[0].nodes
         operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
@@ -374,7 +388,10 @@ class _Apply:
             for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
         ]
         operands += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
-        results = self.reader.through(body, operands, self._turns(self.param(names.PARAM_LENGTH)))
+        turns = self._turns(self.param(names.PARAM_LENGTH))
+        # A loop over micro-batches is outside of layers, and iterates over no weights.
+        top = self.top and all(x.origin is None for x in xs)
+        results = self.reader.through(body, operands, turns, top)
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
@@ -635,6 +652,13 @@ class _Apply:
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum
 
+    def put(self) -> None:
+        self.copied()
+        aval, out = self.in_avals[0], self.out_avals[0]
+        if is_on_host(aval) != is_on_host(out):
+            event = Event(self.place, bytes_of(aval), self.ins[0].nodes)
+            self.program.offloads.append(event)
+
 
 def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
@@ -695,6 +719,7 @@ _SPECIAL: dict[str, _Rule] = {
     names.CHECKPOINT_NAME: _Apply.named,
     names.CONSTRAINT: _Apply.constrained,
     names.CONVERT: _Apply.converted,
+    names.DEVICE_PUT: _Apply.put,
     **dict.fromkeys(names.SAME, _Apply.copied),
 }
 

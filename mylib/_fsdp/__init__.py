@@ -8,3 +8,4 @@ from .checkpoint import (
 )
 from .fully_shard import fully_shard as fully_shard
 from .layer import is_layer as is_layer
+from .offloading import offloads_wrongly as offloads_wrongly

@@ -231,10 +231,10 @@ class _Checkpointed(eqx.Module):
         return self.fun
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        arrays, split = outlined(self._placed_arguments(args, kwargs, before=True))
+        arrays, outline = outlined(self._placed_arguments(args, kwargs, before=True))
 
         def call(arrays: Arrays) -> Made:
-            args, kwargs = self._placed_arguments(*split.fill(arrays))
+            args, kwargs = self._placed_arguments(*outline.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
         run = checkpoint(call, self.policy, prevent_cse=self.prevent_cse)

@@ -135,7 +135,7 @@ def _gather_tangents(tangents: list[Any], route: Route) -> Any:
     def backward(*cotangents: Any) -> list[Any]:
         return _backward(route, types, *jtu.tree_unflatten(structure, cotangents))
 
-    moved = tangent_p.bind(*tangents, move=_Gathering(program, backward))
+    moved = gathered_tangents_p.bind(*tangents, move=_Gathering(program, backward))
     return jtu.tree_unflatten(structure, moved)
 
 
@@ -151,23 +151,23 @@ class _Gathering:
 
 # What `_gather` does to tangents. It has a transpose of its own, and forward mode, which
 # `jax.custom_vjp` doesn't have.
-tangent_p = Primitive("gathered_tangents")
-tangent_p.multiple_results = True
+gathered_tangents_p = Primitive("gathered_tangents")
+gathered_tangents_p.multiple_results = True
 
 
-@tangent_p.def_abstract_eval
+@gathered_tangents_p.def_abstract_eval
 def _abstract(*avals: Any, move: _Gathering) -> Sequence[Any]:
     return move.program.out_avals
 
 
-@tangent_p.def_impl
+@gathered_tangents_p.def_impl
 def _run_program(*tangents: Any, move: _Gathering) -> Sequence[Any]:
     return jaxpr_as_fun(move.program)(*tangents)
 
 
 def _jvp(primals: Any, tangents: Any, *, move: _Gathering) -> tuple[Any, Any]:
-    moved = tangent_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
-    return tangent_p.bind(*primals, move=move), moved
+    moved = gathered_tangents_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
+    return gathered_tangents_p.bind(*primals, move=move), moved
 
 
 def _transpose(cotangents: Any, *tangents: Any, move: _Gathering) -> Sequence[Any]:
@@ -182,7 +182,7 @@ def _batch(
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
     backward = jaxpr_as_fun(batched(summed, axis, outputs_mapped)[0])
     args = batched_at_front(axis, args, dims, mapped)
-    moved = tangent_p.bind(*args, move=_Gathering(program, backward))
+    moved = gathered_tangents_p.bind(*args, move=_Gathering(program, backward))
     return moved, [0 if is_mapped else None for is_mapped in outputs_mapped]
 
 
@@ -196,12 +196,12 @@ def batched_at_front(
     ]
 
 
-ad.primitive_jvps[tangent_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-batching.fancy_primitive_batchers[tangent_p] = _batch
+ad.primitive_jvps[gathered_tangents_p] = _jvp
+ad.primitive_transposes[gathered_tangents_p] = _transpose
+batching.fancy_primitive_batchers[gathered_tangents_p] = _batch
 # Forward mode moves the tangents of weights as it moves these.
-relate_as_operands(tangent_p)
-mlir.register_lowering(tangent_p, mlir.lower_fun(_run_program, multiple_results=True))
+relate_as_operands(gathered_tangents_p)
+mlir.register_lowering(gathered_tangents_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
 def _backward(

@@ -13,7 +13,7 @@ from .._compat import vmapped_axes
 from .._dims import Reading, program_of
 from .._kernels import Axes, Splits
 from .._placement import Target, axes_in, axis_names, kernel_axes
-from .._tree import Arrays, Leaves, Split, outline_of, outlined
+from .._tree import Arrays, Leaves, Outline, outline_of, outlined
 
 Shape = tuple[int, ...]
 
@@ -27,8 +27,8 @@ class LayerAxes:
     """
 
     method: Callable[..., Any]
-    layer: Split
-    arguments: Split
+    layer: Outline
+    arguments: Outline
     weights: tuple[tuple[Shape, Any], ...]
     inputs: tuple[tuple[Shape, Any], ...]
     used: Sequence[Target | None]
@@ -39,7 +39,7 @@ class LayerAxes:
         method: Callable[..., Any],
         leaves: Leaves,
         inputs: Arrays,
-        arguments: Split,
+        arguments: Outline,
         used: Sequence[Target | None],
     ) -> "LayerAxes | None":
         """None if what is static can't be hashed: then JAX couldn't tell layers apart."""

@@ -24,7 +24,7 @@ from .._placement import (
     sharding_of,
     show,
 )
-from .._tree import Arrays, Leaves, Split, outlined, split
+from .._tree import Arrays, Leaves, Outline, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
@@ -198,7 +198,7 @@ def _called(
 class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Split, context: Any):
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Outline, context: Any):
         self._method, self._leaves, self._outline = method, leaves, outline
         self._returned, self._context = outline, context
 

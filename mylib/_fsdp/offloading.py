@@ -15,11 +15,16 @@ from jaxlib.version import __version__ as _VERSION
 WRONG_ON_GPUS = ("0.11.0",)
 
 
+def offloads_wrongly() -> bool:
+    """Whether loops of programs for GPUs read what they have offloaded in the wrong order."""
+    return _VERSION in WRONG_ON_GPUS
+
+
 def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint`. Where offloading is wrong, gradients on GPUs are refused if the policy
     offloads.
     """
-    if policy is None or _VERSION not in WRONG_ON_GPUS:
+    if policy is None or not offloads_wrongly():
         return jax.checkpoint(run, policy=policy, **options)
     observed = _observed(policy)
 

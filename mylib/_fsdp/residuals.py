@@ -26,7 +26,7 @@ from .._placement import (
     sharding_of,
 )
 from .._transfer import place_leaves
-from .._tree import Split, outlined, split
+from .._tree import Outline, outlined, split
 from .checkpoint import refuse_memory_kinds
 from .gather import of_type
 
@@ -40,7 +40,7 @@ class Residuals:
     them.
     """
 
-    prefix: Split
+    prefix: Outline
     mesh: AnyMesh | None
     axes: frozenset[Any]
 

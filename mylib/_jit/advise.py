@@ -11,7 +11,7 @@ from .._advice import (
     about_order,
     about_replicated,
 )
-from .._tree import Split
+from .._tree import Outline
 from .inputs import Inputs
 from .naming import leaves_of, names_of
 from .steps import Call, Step
@@ -25,14 +25,14 @@ class Advice:
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
 
-    def about_new(self, call: Call, latest: Split | None, inputs: Inputs | None) -> None:
+    def about_new(self, call: Call, latest: Outline | None, inputs: Inputs | None) -> None:
         """Of a call with a new tree of arguments, after that of the call before."""
-        program = call.program
-        self._numbers.look_at(call.split, latest, program.name, partial(leaves_of, call))
+        wrapped = call.wrapped
+        self._numbers.look_at(call.outline, latest, wrapped.name, partial(leaves_of, call))
         if inputs is not None and isinstance(inputs.placement, dict):
             arguments = [*enumerate(call.args), *call.kwargs.items()]
-            given = {program.function.parameter(key): x for key, x in arguments}
-            about_order(program.name, inputs.placement, given)
+            given = {wrapped.function.parameter(key): x for key, x in arguments}
+            about_order(wrapped.name, inputs.placement, given)
 
 
 class Advise(Step):
@@ -42,7 +42,7 @@ class Advise(Step):
         self._advice, self._earlier = advice, Earlier()
 
     def compiled(self, call: Call) -> None:
-        name, names = call.program.name, partial(names_of, call)
+        name, names = call.wrapped.name, partial(names_of, call)
         given, returned = call.taken, call.returned.arrays
         about_arrivals(name, given, names, call.returned.rest.trace.kept)
         if call.mode != "eager":
@@ -51,5 +51,5 @@ class Advise(Step):
         if not call.is_ahead and not self._advice.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
-            new = NewProgram(name, given, returned, names, call.split.count, program)
+            new = NewProgram(name, given, returned, names, call.outline.count, program)
             self._advice.is_replicated_told = about_replicated(new) or about_gathered(new)

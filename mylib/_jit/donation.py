@@ -48,7 +48,7 @@ class Donation(Step):
     def __init__(self, donate: Donate, call: Call):
         self._donate = donate
         self._donated = _which(donate, call)
-        self._kept = tuple(map(not_, self._donated))
+        self._spared = tuple(map(not_, self._donated))
 
     @property
     def positions(self) -> list[int]:
@@ -62,9 +62,9 @@ class Donation(Step):
         if call.is_abstract:
             return arrays
         donated = list(compress(arrays, self._donated))
-        taken = set(map(id, compress(arrays, self._kept)))
+        taken = set(map(id, compress(arrays, self._spared)))
         if arrays is not call.arrays:
-            taken.update(map(id, compress(call.arrays, self._kept)))
+            taken.update(map(id, compress(call.arrays, self._spared)))
         if len(taken.union(map(id, donated))) == len(taken) + len(donated):
             return arrays
         arrays = list(arrays)
@@ -78,19 +78,19 @@ class Donation(Step):
     def after(self, call: Call) -> None:
         """Deletes donated arrays that had to be moved before the call."""
         if call.taken is not call.arrays and call.mode == "eager":
-            kept = compress(call.arrays, self._kept)
-            let_go(list(compress(call.arrays, self._donated)), [*kept, *call.taken])
+            spared = compress(call.arrays, self._spared)
+            let_go(list(compress(call.arrays, self._donated)), [*spared, *call.taken])
 
     def compiled(self, call: Call) -> None:
-        donate, program = self._donate, call.program
+        donate, wrapped = self._donate, call.wrapped
         if call.mode != "eager" or not isinstance(donate, str):
             return
         if donate in ("warn", "warn-except-first"):
             donated = list(compress(call.taken, self._donated))
-            about_not_taken(program.name, donated, partial(self._names, call))
+            about_not_taken(wrapped.name, donated, partial(self._names, call))
         if donate in ("all-except-first", "warn-except-first"):
             result = call.returned.tree()
-            about_spared(program.name, donate, call.args, result, program.function.parameter)
+            about_spared(wrapped.name, donate, call.args, result, wrapped.function.parameter)
 
     def _names(self, call: Call) -> list[str]:
         return list(compress(names_of(call), self._donated))
@@ -98,14 +98,14 @@ class Donation(Step):
 
 def _which(donate: Donate, call: Call) -> tuple[bool, ...]:
     """Whether each array of a call is donated. The last ones are the function's own."""
-    program = call.program
+    wrapped = call.wrapped
     # In the order in which JAX flattens them.
     arguments = [*enumerate(call.args), *sorted(call.kwargs.items())]
     if isinstance(donate, tuple):
-        flags = [program.function.parameter(key) in donate for key, _ in arguments]
+        flags = [wrapped.function.parameter(key) in donate for key, _ in arguments]
     else:
         spares_first = donate in ("all-except-first", "warn-except-first")
         flags = [not (key == 0 and spares_first) for key, _ in arguments]
     counts = [len(outlined(x, call.is_abstract)[0]) for _, x in arguments]
     of_arrays = [x for x, n in zip(flags, counts, strict=True) for _ in range(n)]
-    return (*of_arrays, *[not isinstance(donate, tuple)] * program.fun.count)
+    return (*of_arrays, *[not isinstance(donate, tuple)] * wrapped.fun.count)

@@ -146,11 +146,11 @@ class Placing(Step):
         state = inputs.state_of(arrays, world)
         if state is not None and self._in_place == state:
             return arrays
-        leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
+        leaves = call.wrapped.function.split((call.args, call.kwargs), call.is_abstract)
         processes = () if call.is_abstract else processes_of_call(inputs.mesh, world)
         with one_call(processes), raised_in_all(processes):
             targets = self._targets(call, leaves, world)
-        fun_arrays = arrays[call.split.count :]
+        fun_arrays = arrays[call.outline.count :]
         moves, fun_moves = inputs.needed(leaves, targets, fun_arrays, world)
         place = _abstract if call.is_abstract else place_leaves
         values = place(leaves, moves, world)
@@ -163,14 +163,14 @@ class Placing(Step):
         everything = list(leaves.all)
         for position, x in zip(leaves.positions, values, strict=True):
             everything[position] = x
-        return [*compress(everything, call.split.are_arrays), *fun_values]
+        return [*compress(everything, call.outline.are_arrays), *fun_values]
 
     def _targets(self, call: Call, leaves: Leaves, world: World) -> Targets:
         """Rules are called once for the same shapes in the same context."""
         key = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
         resolved = self._resolved
         if resolved is None or resolved[0] != key:
-            function = call.program.function
+            function = call.wrapped.function
             targets = self._inputs.resolve(function, leaves, call.args, call.kwargs, world)
             resolved = self._resolved = key, targets
         return resolved[1]

@@ -17,10 +17,10 @@ from jaxtyping import PyTree
 from .._advice import code_of
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
+from .dispatcher import Dispatcher
 from .donation import Donate, checked
 from .inputs import Inputs
 from .naming import explain, named, names_of
-from .program import Program
 from .sharing import shared
 from .signature import Function, about
 from .steps import Variant
@@ -171,34 +171,34 @@ class Jitted(Generic[P, T]):
     arrays (a Module's).
     """
 
-    def __init__(self, arrays: Arrays, program: Program):
+    def __init__(self, arrays: Arrays, dispatcher: Dispatcher):
         self.arrays = arrays
-        self.program = program
-        self.__dict__.update(program.about)
+        self.dispatcher = dispatcher
+        self.__dict__.update(dispatcher.about)
 
     @classmethod
     def of(
         cls, fun: Callable[..., Any], donate: Donate = "none", **settings: Any
     ) -> "Jitted[..., Any]":
-        """`settings` are fields of a `Program`."""
-        arrays, split = outlined(fun)
+        """`settings` are fields of a `Dispatcher`."""
+        arrays, outline = outlined(fun)
         function = Function.of(fun)
-        facts = {"fun": split, "function": function, "code": code_of(fun), "about": about(fun)}
-        program = Program(donate=checked(donate, function), **facts, **settings)
-        return cls(arrays, shared(program))
+        facts = {"fun": outline, "function": function, "code": code_of(fun), "about": about(fun)}
+        dispatcher = Dispatcher(donate=checked(donate, function), **facts, **settings)
+        return cls(arrays, shared(dispatcher))
 
     @property
     def __wrapped__(self) -> Callable[P, T]:
         return self._compiled_function()
 
     def _compiled_function(self) -> Any:
-        return self.program.fun.fill(self.arrays)
+        return self.dispatcher.fun.fill(self.arrays)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        program = self.program
-        call = program.prepare(self.arrays, args, kwargs)
+        dispatcher = self.dispatcher
+        call = dispatcher.prepare(self.arrays, args, kwargs)
         try:
-            return program.call(call)
+            return dispatcher.call(call)
         except Exception as error:
             explain(error, call)
             raise
@@ -210,17 +210,17 @@ class Jitted(Generic[P, T]):
         # With it come `audit` and the machines, which most programs don't need.
         from .._lowered import Lowered, Origin, argument
 
-        program = self.program
-        call = program.prepare(self.arrays, args, kwargs, abstract=True)
+        dispatcher = self.dispatcher
+        call = dispatcher.prepare(self.arrays, args, kwargs, abstract=True)
         try:
-            lowered, traced = program.lower(call)
+            lowered, traced = dispatcher.lower(call)
         except Exception as error:
             explain(error, call)
             raise
         names, variant = names_of(call), call.variant
         origin = Origin(
-            program.name,
-            program.mesh,
+            dispatcher.name,
+            dispatcher.mesh,
             [argument(name, x) for name, x in zip(names, call.taken, strict=True)],
             traced,
             functools.partial(named, arrays=names),
@@ -233,21 +233,21 @@ class Jitted(Generic[P, T]):
         self, variant: Variant, compiled: jax.stages.Compiled, first: bool, args: Any, kwargs: Any
     ) -> Any:
         """Calls what was compiled of a variant."""
-        program = self.program
-        call = program.read(self.arrays, args, kwargs)
-        if call.split != variant.split:
+        dispatcher = self.dispatcher
+        call = dispatcher.read(self.arrays, args, kwargs)
+        if call.outline != variant.outline:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
                 raise TypeError(
-                    f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "
-                    "it is for compiling only"
+                    f"{dispatcher.name} is called with a jax.ShapeDtypeStruct, which has no "
+                    "numbers: it is for compiling only"
                 )
             raise TypeError(
-                f"{program.name} was compiled for other static arguments, or for another tree "
+                f"{dispatcher.name} was compiled for other static arguments, or for another tree "
                 "structure: compile it for these, too"
             )
         call.variant = variant
         try:
-            return program.call(call, compiled, first)
+            return dispatcher.call(call, compiled, first)
         except Exception as error:
             explain(error, call)
             raise
@@ -259,25 +259,25 @@ class Jitted(Generic[P, T]):
         return f"filter_jit({self.__wrapped__!r})"
 
     def __copy__(self) -> "Jitted[P, T]":
-        return type(self)(list(self.arrays), self.program)
+        return type(self)(list(self.arrays), self.dispatcher)
 
     def __deepcopy__(self, memo: Any) -> "Jitted[P, T]":
-        return type(self)(copy.deepcopy(self.arrays, memo), self.program)
+        return type(self)(copy.deepcopy(self.arrays, memo), self.dispatcher)
 
     def __reduce__(self) -> Any:
         # Without the programs. The function is stored whole, because tree structures can't be
         # copied.
         names = "donate", "inputs", "out_shardings", "mesh", "options"
-        settings = {name: getattr(self.program, name) for name in names}
+        settings = {name: getattr(self.dispatcher, name) for name in names}
         return functools.partial(type(self).of, **settings), (self._compiled_function(),)
 
-    def tree_flatten(self) -> tuple[tuple[Arrays], Program]:
-        return (self.arrays,), self.program
+    def tree_flatten(self) -> tuple[tuple[Arrays], Dispatcher]:
+        return (self.arrays,), self.dispatcher
 
     @classmethod
-    def tree_unflatten(cls, program: Program, children: Any) -> "Jitted[..., Any]":
+    def tree_unflatten(cls, dispatcher: Dispatcher, children: Any) -> "Jitted[..., Any]":
         (arrays,) = children
-        return cls(arrays, program)
+        return cls(arrays, dispatcher)
 
 
 def load_compiled(

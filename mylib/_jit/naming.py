@@ -29,13 +29,13 @@ _CLASSES = re.compile(r"<class '(.+?)'>")
 
 def names_of(call: Call) -> list[str]:
     """The names of the arrays of a program: those of the arguments, then the function's own."""
-    name, fun = call.program.name, call.program.fun
-    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.arrays[call.split.count :]))
+    name, fun = call.wrapped.name, call.wrapped.fun
+    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.arrays[call.outline.count :]))
     if len(paths) == len(fun.are_arrays):
         of_function = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
     else:  # a node that changes when it is unflattened
         of_function = [f"{name}<leaf {i}>" for i in range(fun.count)]
-    return [*compress(leaves_of(call), call.split.are_arrays), *of_function]
+    return [*compress(leaves_of(call), call.outline.are_arrays), *of_function]
 
 
 def leaves_of(call: Call) -> list[str]:
@@ -52,7 +52,7 @@ def named(name: str, arrays: list[str]) -> str:
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
     """The leaves of the arguments, with their names."""
     for path, x in jtu.tree_flatten_with_path((call.args, call.kwargs))[0]:
-        yield call.program.function.naming(path), x
+        yield call.wrapped.function.naming(path), x
 
 
 # Notes on errors
@@ -61,11 +61,11 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 def explain(error: Exception, call: Call) -> None:
     """Raises what says more than an error of a call, or adds a note to the error."""
     text = all_words(error)
-    readable = readable_error(text, call.program.id)
+    readable = readable_error(text, call.wrapped.id)
     if readable is not None:
         raise readable from None
     if ran_on_a_description(text):
-        name = call.program.name
+        name = call.wrapped.name
         if not call.is_abstract:
             raise not_here(name) from error
         raise NotHereError(
@@ -75,7 +75,7 @@ def explain(error: Exception, call: Call) -> None:
         ) from error
     if lowered_for_a_missing_backend(text):
         raise NotHereError(
-            f"{call.program.name} calls back into Python (jax.debug.print, pure_callback, "
+            f"{call.wrapped.name} calls back into Python (jax.debug.print, pure_callback, "
             "io_callback), which JAX can't lower for GPUs that are not here. Leave the callback "
             "out. equinox.error_if can stay: filter_jit makes it a result"
         ) from error
@@ -113,12 +113,12 @@ def _about_explicit_axes(call: Call) -> str:
 
 
 def _about_two_meshes(text: str, call: Call) -> str:
-    mesh, around = call.program.mesh, current_world()
+    mesh, around = call.wrapped.mesh, current_world()
     in_force = around.mesh if around.devices is None else around.devices
     if mesh is None or in_force.empty or _alike(mesh, in_force):
         return ""
     return (
-        f"{call.program.name} has mesh={show_mesh(mesh)}, and is called under jax.set_mesh of "
+        f"{call.wrapped.name} has mesh={show_mesh(mesh)}, and is called under jax.set_mesh of "
         f"{show_mesh(in_force)}, which differs: leave out mesh=, or call it outside of jax.set_mesh"
     )
 
@@ -147,7 +147,7 @@ def _about_deleted(text: str, call: Call) -> str:
     if not gone:
         return ""
     return (
-        f"{call.program.name} was given deleted arrays: {some(gone)}. A call that donates an "
+        f"{call.wrapped.name} was given deleted arrays: {some(gone)}. A call that donates an "
         "argument deletes its arrays: use what that call returned, or don't donate"
     )
 
@@ -161,7 +161,7 @@ def _about_sharing(text: str, call: Call) -> str:
             other = owners.setdefault(shard.data.unsafe_buffer_pointer(), name)
             if other != name:
                 return (
-                    f"{call.program.name} was given {other} and {name}, which share memory and are "
+                    f"{call.wrapped.name} was given {other} and {name}, which share memory and are "
                     "donated: pass a copy of one"
                 )
     return ""
@@ -208,7 +208,7 @@ def about_static(error: Exception, call: Call) -> None:
         for path, x in faulty:
             _add(
                 error,
-                f"{call.program.name} was given {call.program.function.naming(path)}, a "
+                f"{call.wrapped.name} was given {call.wrapped.function.naming(path)}, a "
                 f"{type(x).__name__}. Arguments that are not arrays are static, and must {must}",
             )
             return

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import donation_warning, is_staged, jit, value_under, with_actual_memory_kind
 from .._placement import Target, axis_types, sharding_of, split_over
-from .._tree import Arrays, Made, Rest, Split, outlined
+from .._tree import Arrays, Made, Outline, Rest, outlined
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
 from .later import OutShardings
 from .steps import Call, Step, Wrapped
@@ -47,13 +47,13 @@ class Running:
 
     def __init__(
         self,
-        program: Wrapped,
-        split: Split,
+        wrapped: Wrapped,
+        outline: Outline,
         outputs: OutShardings,
         donated: Sequence[int],
         options: Mapping[str, Any],
     ):
-        self._program, self._split, self._outputs = program, split, outputs
+        self._wrapped, self._outline, self._outputs = wrapped, outline, outputs
         # Whether it has error checks; None until it is traced.
         self._has_checks: bool | None = None
         self._calling = _donating if donated else calling
@@ -65,7 +65,7 @@ class Running:
                 return self._trace(list(arrays))
             return self._with_checks(mode, arrays)
 
-        run.__name__ = run.__qualname__ = program.name
+        run.__name__ = run.__qualname__ = wrapped.name
         # In `run` the mode comes first.
         numbers = [i + 1 for i in donated]
         self.jitted: Any = jit(run, static_argnums=0, donate_argnums=numbers, **options)
@@ -112,20 +112,20 @@ class Running:
         with tracing(arrays) as trace, donation_warning(silenced=False):
             result, later = self._outputs.placed(self._called(arrays))
         trace.is_new = is_staged()
-        returned, split = outlined(result)
+        returned, outline = outlined(result)
         after = [x.after for x in later]
         if any(map(_is_in_host_memory, returned)):
             after.insert(0, _in_host_memory)
         if trace.kept:
             after.append(_tell_surrounding)
-        return Made(returned, Traced(split, trace, after))
+        return Made(returned, Traced(outline, trace, after))
 
     def _called(self, arrays: Arrays) -> Any:
         """What the function returns."""
-        split, fun = self._split, self._program.fun
-        arguments = split.fill(arrays[: split.count])
+        outline, fun = self._outline, self._wrapped.fun
+        arguments = outline.fill(arrays[: outline.count])
         args, kwargs = arguments if isinstance(arguments, list) else (arguments, {})
-        return fun.fill(arrays[split.count :])(*args, **kwargs)
+        return fun.fill(arrays[outline.count :])(*args, **kwargs)
 
     def _with_checks(self, mode: str, arrays: Sequence[Any]) -> Made:
         """The traced function, with its checks of errors as values."""
@@ -135,7 +135,7 @@ class Running:
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         rest = returned.rest
         if checks is not None:
-            rest = replace(rest, after=[_Raise(checks, self._program.id).after, *rest.after])
+            rest = replace(rest, after=[_Raise(checks, self._wrapped.id).after, *rest.after])
         return Made(returned.arrays, rest, failed)
 
 

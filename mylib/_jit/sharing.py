@@ -1,4 +1,4 @@
-"""Functions that are equal share one program: `filter_jit(filter_grad(f))` is a new object every
+"""Functions that are equal share one dispatcher: `filter_jit(filter_grad(f))` is a new object every
 time, but need not be compiled every time.
 """
 
@@ -7,30 +7,31 @@ from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
-from .._tree import Split, outlined
-from .program import Program
+from .._tree import Outline, outlined
+from .dispatcher import Dispatcher
 from .recent import Recent
 
-# The most programs that are kept beside one function.
+# The most dispatchers that are kept beside one function.
 _MOST = 512
 
 
-def shared(program: Program) -> Program:
+def shared(dispatcher: Dispatcher) -> Dispatcher:
     """That of an equal function, if there is one."""
     # Of two equal functions that can change, one may.
-    if program.inputs is not None or program.out_shardings is not None or program.fun.state:
-        return program
-    _, options = outlined((program.donate, dict(program.options)))
-    key = program.fun, program.mesh, options
+    is_placing = dispatcher.inputs is not None or dispatcher.out_shardings is not None
+    if is_placing or dispatcher.fun.state:
+        return dispatcher
+    _, options = outlined((dispatcher.donate, dict(dispatcher.options)))
+    key = dispatcher.fun, dispatcher.mesh, options
     try:
-        programs = _beside(program.fun)
-        return programs.find(key) or programs.add(key, program)
+        dispatchers = _beside(dispatcher.fun)
+        return dispatchers.find(key) or dispatchers.add(key, dispatcher)
     except TypeError:  # the function holds something unhashable
-        return program
+        return dispatcher
 
 
-class _SharedPrograms(Recent[Any, Program]):
-    """The programs of a function, which keeps them in its `__dict__`. Programs keep the function
+class _SharedDispatchers(Recent[Any, Dispatcher]):
+    """The dispatchers of a function, which keeps them in its `__dict__`. They keep the function
     alive, so if we kept them, it would never go; Python finds that the two only keep each other.
     """
 
@@ -39,31 +40,31 @@ class _SharedPrograms(Recent[Any, Program]):
         self.owner = None if owner is None else weakref.ref(owner)
 
     def __reduce__(self) -> Any:
-        # Copies of the function have programs of their own.
-        return _SharedPrograms, ()
+        # Copies of the function have dispatchers of their own.
+        return _SharedDispatchers, ()
 
 
 _NAME = "__mylib_programs__"
 # Those of functions that stay until the process ends.
-_of_lasting = _SharedPrograms()
+_of_lasting = _SharedDispatchers()
 
 
-def _beside(fun: Split) -> _SharedPrograms:
-    """The programs that are kept beside the first part of a function that may go."""
+def _beside(fun: Outline) -> _SharedDispatchers:
+    """The dispatchers that are kept beside the first part of a function that may go."""
     owner = next(filter(_may_go, _parts_of(fun)), None)
     if owner is None:
         return _of_lasting
-    programs = vars(owner).get(_NAME)
+    dispatchers = vars(owner).get(_NAME)
     # `functools.wraps` copies what is in `__dict__`.
-    if programs is None or programs.owner is None or programs.owner() is not owner:
-        programs = vars(owner)[_NAME] = _SharedPrograms(owner)
-    return programs
+    if dispatchers is None or dispatchers.owner is None or dispatchers.owner() is not owner:
+        dispatchers = vars(owner)[_NAME] = _SharedDispatchers(owner)
+    return dispatchers
 
 
-def _parts_of(fun: Split) -> Iterator[Any]:
+def _parts_of(fun: Outline) -> Iterator[Any]:
     """The functions in a tree, and the objects whose methods are in it."""
     for x in (*fun.static, *fun.data):
-        if isinstance(x, Program):
+        if isinstance(x, Dispatcher):
             yield from _parts_of(x.fun)
         elif isinstance(x, MethodType):
             yield from (x.__self__, x.__func__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .._compat import new_id
 from .._placement import AnyMesh
-from .._tree import Arrays, Split
+from .._tree import Arrays, Outline
 from .signature import Function
 
 
@@ -16,7 +16,7 @@ class Wrapped:
     function, if it has one.
     """
 
-    fun: Split
+    fun: Outline
     function: Function
     code: Any
     mesh: AnyMesh | None = None
@@ -34,11 +34,11 @@ class Call:
     Module's). If it `is_abstract`, it is only lowered, and arrays may be abstract.
     """
 
-    program: Wrapped
+    wrapped: Wrapped
     args: Any
     kwargs: Any
     arrays: Arrays
-    split: Split
+    outline: Outline
     is_abstract: bool
     variant: Any = None
     # Known once the program has run: how, whether it was compiled ahead of time, what it was given
@@ -72,8 +72,8 @@ class Variant:
     with it.
     """
 
-    def __init__(self, split: Split, steps: Sequence[Step], running: Any):
-        self.split: Split = split.noted()
+    def __init__(self, outline: Outline, steps: Sequence[Step], running: Any):
+        self.outline: Outline = outline.noted()
         self.running = running
         self.before = [x.before for x in steps if type(x).before is not Step.before]
         self.after = [x.after for x in steps if type(x).after is not Step.after]

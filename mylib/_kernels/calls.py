@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .._placement import kernel_axes
-from .._tree import Split
+from .._tree import Outline
 from .axes import CallInLayer
 from .primitive import Kernel, Type, kernel_p
 from .reading import UnreadableError, splits_like
@@ -44,7 +44,7 @@ class KnownCall:
     kernel: Kernel
     splits: Splits
     types: tuple[Type, ...]
-    result: Split
+    result: Outline
 
     def __call__(self, arrays: Sequence[Any], axes: Any) -> list[Any]:
         context = kernel_axes.value

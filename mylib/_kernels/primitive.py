@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from .._compat import names, requires_devices, without_types_of_shard_map
 from .._products import products_in
 from .._programs import KERNEL, all_equations, is_opaque
-from .._tree import Split, outlined
+from .._tree import Outline, outlined
 from .axes import agreed, operands_of, specs_of
 from .lowering import lowered
 from .splits import Splits
@@ -35,7 +35,7 @@ class Kernel:
 
     fun: Callable[..., Any]
     like: Callable[..., Any] | None
-    outline: Split
+    outline: Outline
     parameters: tuple[str, ...]
 
     def __repr__(self) -> str:
@@ -45,14 +45,14 @@ class Kernel:
         args, kwargs = self.outline.fill(arrays)
         return outlined(self.fun(*args, **kwargs))[0]
 
-    def reference(self, arrays: Sequence[Any]) -> tuple[list[Any], Split]:
+    def reference(self, arrays: Sequence[Any]) -> tuple[list[Any], Outline]:
         """What `like` returns: arrays, and the rest; without it, what the function itself does."""
         args, kwargs = self.outline.fill(arrays)
         return outlined((self.like or self.fun)(*args, **kwargs))
 
-    def program(self, types: Sequence[Any]) -> tuple[Any, Split]:
+    def program(self, types: Sequence[Any]) -> tuple[Any, Outline]:
         """The reference's jaxpr for arrays of these types, and what it returns without arrays."""
-        outlines: list[Split] = []
+        outlines: list[Outline] = []
 
         def arrays_of(*arrays: Any) -> list[Any]:
             returned, outline = self.reference(arrays)

@@ -15,6 +15,7 @@ from .._lines import line_of_caller
 from .._processes import PROGRAMS, Turn, comparison, owners
 from .connections import Links, links_for
 from .cutting import cut, join
+from .division import Region
 from .leaf import (
     Shipment,
     assembled,
@@ -24,7 +25,6 @@ from .leaf import (
     set_origin,
     shards_of,
 )
-from .plan import Region
 from .program import move_by_program
 
 
@@ -112,7 +112,7 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         comparison().count(lane, f"{described_all(leaves)} in {line_of_caller()}")
 
 
-# A piece of the tree, by the position of its leaf and its own in the leaf's plan.
+# A piece of the tree, by the position of its leaf and its own in the leaf's division.
 _Key = tuple[int, int]
 # The platform of the target, and the other process.
 _Place = tuple[str, int]
@@ -127,7 +127,7 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
     gives: dict[_Place, list[_Key]] = {}
     takes: dict[_Place, list[_Key]] = {}
     for i, leaf in enumerate(leaves):
-        for j, (_, _, source, target, _) in enumerate(leaf.plan.pieces):
+        for j, (_, _, source, target, _) in enumerate(leaf.division.pieces):
             giver, taker = source.process_index, target.process_index
             if giver == taker == me:
                 stay[i, j] = target
@@ -162,12 +162,13 @@ def _cut_all(leaves: Sequence[Shipment], me: int) -> dict[_Key, jax.Array]:
     pieces: dict[_Key, jax.Array] = {}
     for i, leaf in enumerate(leaves):
         by_device: dict[Any, list[int]] = {}
-        for j, piece in enumerate(leaf.plan.pieces):
+        for j, piece in enumerate(leaf.division.pieces):
             if piece.source.process_index == me:
                 by_device.setdefault(piece.source, []).append(j)
         shards = shards_of(leaf.x) if by_device else {}
         for device, numbers in by_device.items():
-            parts = tuple((leaf.plan.pieces[j].start, leaf.plan.pieces[j].shape) for j in numbers)
+            chosen = [leaf.division.pieces[j] for j in numbers]
+            parts = tuple((piece.start, piece.shape) for piece in chosen)
             pieces.update(zip(((i, j) for j in numbers), cut(parts, shards[device]), strict=True))
     return pieces
 
@@ -177,7 +178,7 @@ def _assemble(leaves: Sequence[Shipment], arrived: Mapping[_Key, jax.Array]) -> 
     moved: list[jax.Array] = []
     for i, leaf in enumerate(leaves):
         shards: dict[Any, jax.Array] = {}
-        for region in leaf.plan.regions:
+        for region in leaf.division.regions:
             if region.devices[0].process_index == me:
                 pieces = [arrived[i, j] for j in region.pieces]
                 shards |= dict.fromkeys(region.devices, _joined(leaf, region, pieces))
@@ -191,7 +192,7 @@ def _joined(leaf: Shipment, region: Region, pieces: list[jax.Array]) -> jax.Arra
         return pieces[0]
     if not pieces:  # an array without elements
         return jax.device_put(np.zeros(region.shape, leaf.x.dtype), region.devices[0])
-    bounds = [leaf.plan.pieces[j].bounds for j in region.pieces]
+    bounds = [leaf.division.pieces[j].bounds for j in region.pieces]
     starts = tuple(
         tuple(a - b for (a, _), (b, _) in zip(part, region.bounds, strict=True)) for part in bounds
     )

@@ -17,7 +17,7 @@ from .._compat import array_like, data_of_shards, label_of, set_label
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .._text import listed
-from .plan import Division, placed_as, plan
+from .division import Division, division_of, placed_as
 
 # A description of more arrays than these is a checksum.
 _FEW = 8
@@ -31,12 +31,12 @@ _lock = threading.Lock()
 class Shipment(NamedTuple):
     x: jax.Array
     target: Sharding
-    plan: Division
+    division: Division
     # The same in all processes.
     text: str
 
     def piece(self, j: int) -> jax.ShapeDtypeStruct:
-        piece = self.plan.pieces[j]
+        piece = self.division.pieces[j]
         place = SingleDeviceSharding(piece.target)
         return jax.ShapeDtypeStruct(piece.shape, self.x.dtype, sharding=place)
 
@@ -48,7 +48,7 @@ def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Shipment:
     origin = origin_of(known_as)
     maker = f" ({origin})" if origin else ""
     text = f"{x.dtype}{list(x.shape)} {places}{maker}"
-    return Shipment(x, target, plan(x.shape, source, target), text)
+    return Shipment(x, target, division_of(x.shape, source, target), text)
 
 
 def described_all(leaves: Iterable[Shipment]) -> str:

@@ -20,9 +20,9 @@ Bits = int
 
 
 def dependences(
-    program: Any, args: Sequence[Bits], watch: Callable[[Any, Sequence[Bits]], None] | None = None
+    program: Any, args: Sequence[Bits], visit: Callable[[Any, Sequence[Bits]], None] | None = None
 ) -> list[Bits]:
-    """The arguments that each result of a jaxpr depends on. `watch` is called with each equation
+    """The arguments that each result of a jaxpr depends on. `visit` is called with each equation
     without a jaxpr of its own, and what its operands depend on.
     """
     jaxpr = opened(program)
@@ -33,35 +33,35 @@ def dependences(
 
     for eqn in jaxpr.eqns:
         operands = [read(x) for x in eqn.invars]
-        values.update(zip(eqn.outvars, _through(eqn, operands, watch), strict=True))
+        values.update(zip(eqn.outvars, _through(eqn, operands, visit), strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
-def _through(eqn: Any, operands: list[Bits], watch: Any) -> Sequence[Bits]:
+def _through(eqn: Any, operands: list[Bits], visit: Any) -> Sequence[Bits]:
     name, inner = eqn.primitive.name, jaxprs_in(eqn)
     loop = loop_of(eqn, operands)
     if loop is not None:
-        return _repeated(loop, watch)
+        return _repeated(loop, visit)
     if name == names.COND:
-        branches = [dependences(branch, operands[1:], watch) for branch in inner]
-        if watch is not None and any(operands[1:]):
-            watch(eqn, operands[:1])
+        branches = [dependences(branch, operands[1:], visit) for branch in inner]
+        if visit is not None and any(operands[1:]):
+            visit(eqn, operands[:1])
         return [reduce(or_, results, operands[0]) for results in zip(*branches, strict=True)]
     if len(inner) == 1 and len(opened(inner[0]).invars) == len(operands):
-        results = dependences(inner[0], operands, watch)
+        results = dependences(inner[0], operands, visit)
         if len(results) == len(eqn.outvars):
             return results
-    if watch is not None:
-        watch(eqn, operands)
+    if visit is not None:
+        visit(eqn, operands)
     return [reduce(or_, operands, 0)] * len(eqn.outvars)
 
 
-def _repeated(loop: Looped, watch: Any) -> list[Bits]:
+def _repeated(loop: Looped, visit: Any) -> list[Bits]:
     carry, again = loop.carry, 0
     while True:
         if loop.test is not None:
-            (again,) = dependences(loop.test, [*loop.of_test, *carry], watch)
-        results = dependences(loop.body, [*loop.constants, *carry, *loop.slices], watch)
+            (again,) = dependences(loop.test, [*loop.of_test, *carry], visit)
+        results = dependences(loop.body, [*loop.constants, *carry, *loop.slices], visit)
         grown = [again | a | b for a, b in zip(carry, results, strict=False)]
         if grown == carry:
             # A `while_loop` may end before its first turn.

@@ -93,8 +93,8 @@ class _Planner:
 
     def only(self, numbers: Sequence[int]) -> Any:
         chosen = set(numbers)
-        kept = [x if i in chosen else None for i, x in enumerate(self.seen)]
-        return self.leaves.treedef.unflatten(kept)
+        seen = [x if i in chosen else None for i, x in enumerate(self.seen)]
+        return self.leaves.treedef.unflatten(seen)
 
     def layout(self) -> Layout:
         every = self.only(range(len(self.seen)))

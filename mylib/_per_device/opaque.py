@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._errors import in_words
 from .._kernels import HowSplit, Kernel
 from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
-from .._tree import Arrays, Split, outlined, signature_of
+from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
 P = ParamSpec("P")
@@ -181,8 +181,8 @@ class _OpaqueCall:
 
     fwd: Callable[..., Any] | None
     bwd: Callable[..., Any] | None
-    outline: Split
-    by_argument: list[Split]
+    outline: Outline
+    by_argument: list[Outline]
     axes: AxisSet
     how: HowSplit | None
     kernel: Kernel | None

@@ -30,7 +30,7 @@ from .._placement import (
     varying,
 )
 from .._transfer import place_leaves
-from .._tree import Arrays, KeyPath, Kind, Leaves, Split, kind_of, outlined, split
+from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
 from .hazards import wrong_in
 from .missing_axes import unknown_named
 from .specs import ManualMesh, Specs, refuse_map, spec_in
@@ -288,7 +288,7 @@ class JittedMap(Jitted[P, T]):
 
     def _mesh_in_force(self) -> AbstractContextManager[None]:
         # The data of the tree's root, which is the mapped function.
-        options: MapOptions = self.program.fun.treedef.node_data()[1]
+        options: MapOptions = self.dispatcher.fun.treedef.node_data()[1]
         return options.specs.in_force(current_world())
 
 
@@ -373,7 +373,7 @@ class _Outputs:
         # JAX reads this list after the function has returned, so `take` can fill it during the
         # trace. Otherwise the function would have to be traced twice.
         self.specs: list[PartitionSpec] = []
-        self.outline = Split(None, (), ())
+        self.outline = Outline(None, (), ())
 
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)

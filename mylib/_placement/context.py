@@ -14,10 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
 # Parts of JAX's key for traces, so that a function which is traced with them is traced anew.
-# Whether what is asked for by placements is put aside: `mylib.testing.verify` runs a step as one
-# device would.
+# True if placements are ignored: `mylib.testing.verify` runs a step as one device would.
 on_one_device: Any = jax.make_user_context(False)
-# Whether dtypes that this package is told to compute, reduce or send in are put aside.
+# True if our `dtype=`, `reduce_dtype=` and `send_dtype=` are ignored.
 in_own_dtypes: Any = jax.make_user_context(False)
 # What a layer of `fully_shard` knows of how its kernels are split; None outside of layers.
 kernel_axes: Any = jax.make_user_context(None)

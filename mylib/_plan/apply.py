@@ -71,6 +71,7 @@ class Applying:
     - `reasons`: why each array of each argument is where it is.
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
+    - `micro_batches`: into how many the step cuts its batch.
     - `layered`: the positions in `layers` of the classes that each model has.
     """
 
@@ -85,6 +86,7 @@ class Applying:
     layered: Mapping[str, tuple[int, ...]]
     layers: tuple[type, ...]
     policy: str
+    micro_batches: int
     dtype: Any
     saved: Spec | None
 

@@ -23,6 +23,7 @@ from .fixes import FixedParts
 from .layers import layers_in
 from .price import Price, Prices
 from .replaced import Replaced
+from .result import TIES, Candidate
 from .strategy import (
     Impossible,
     Strategy,
@@ -43,18 +44,18 @@ RESERVE = 0.05
 # H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
 # (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
-# Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
-# called a tie is listed with the plan.
-TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 
 
 @dataclass(eq=False)
-class Tried:
-    """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
-    `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
-    here, and `measured` are the seconds that a call took. `unread` says what of the compiled
-    program the audit doesn't know, so that its figures are unknown.
+class LiveCandidate:
+    """A candidate while the plan is made: with its trace and its program, which would keep much
+    memory alive, and can't be saved. `figures` are what the plan keeps of it.
+
+    `rows` is their number if they can't be divided over the mesh, `report` and `estimated` are
+    those of the compiled program, `call` calls it if the machine is here, and `measured` are the
+    seconds that a call took. `unread` says what the audit doesn't know of the compiled program, so
+    that its figures are unknown.
     """
 
     name: str
@@ -89,6 +90,22 @@ class Tried:
             return self.report.memory.peak
         return math.inf if self.price is None else self.price.memory
 
+    def figures(self) -> Candidate:
+        price = self.price
+        interval = None if price is None else price.interval
+        return Candidate(
+            name=self.name,
+            seconds=None if math.isinf(self.seconds) or self.unread else self.seconds,
+            interval=None if self.unread else self.estimated[1] if self.estimated else interval,
+            memory=None if math.isinf(self.memory) or self.unread else int(self.memory),
+            compiled=self.report is not None or bool(self.unread),
+            measured=self.measured,
+            modelled=None if price is None else price.seconds,
+            parts={} if price is None else dict(price.parts),
+            why=self.why,
+            unread=self.unread,
+        )
+
 
 def priced(
     traced: TracedStep,
@@ -96,18 +113,20 @@ def priced(
     room: float,
     axes: dict[str, int] | None = None,
     fixed: FixedParts = _NOT_FIXED,
-) -> list[Tried]:
+) -> list[LiveCandidate]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
-    cheapest: dict[str, Tried] = {}
+    cheapest: dict[str, LiveCandidate] = {}
     for strategy in strategies(traced, machine, axes, fixed):
         if isinstance(strategy, Impossible):
-            cheapest[strategy.name] = Tried(strategy.name, why=strategy.why, rows=strategy.rows)
+            cheapest[strategy.name] = LiveCandidate(
+                strategy.name, why=strategy.why, rows=strategy.rows
+            )
             continue
         price = prices.price(strategy)
-        tried = Tried(strategy.name, strategy, traced, price)
+        tried = LiveCandidate(strategy.name, strategy, traced, price)
         if price.memory > room * _SURELY:
             tried.why = too_much(price.memory, room, "by the model of its price")
         best = cheapest.setdefault(strategy.name, tried)
@@ -120,11 +139,11 @@ def too_much(needed: float, room: float, by: str) -> str:
     return f"needs {show_bytes(needed)} of {show_bytes(room)} on each device, {by}"
 
 
-def ordered(tried: Sequence[Tried]) -> list[Tried]:
+def ordered(tried: Sequence[LiveCandidate]) -> list[LiveCandidate]:
     """The fastest first. Ties go to fewer axes, then to whole weights, and then to less memory."""
     best = min(tried, key=lambda x: x.seconds, default=None)
 
-    def key(x: Tried) -> tuple[Any, ...]:
+    def key(x: LiveCandidate) -> tuple[Any, ...]:
         assert x.strategy is not None and best is not None
         if not is_tie(x, best):
             return 1, x.seconds, x.name
@@ -133,20 +152,24 @@ def ordered(tried: Sequence[Tried]) -> list[Tried]:
     return sorted(tried, key=key)
 
 
-def is_tie(x: Tried, best: Tried) -> bool:
+def is_tie(x: LiveCandidate, best: LiveCandidate) -> bool:
     return x.seconds <= best.seconds * (1 + TIES[best.source])
 
 
-def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
+def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate]:
     """The best, those with other meshes and policies first."""
-    by_kind: dict[Any, Tried] = {}
+    by_kind: dict[Any, LiveCandidate] = {}
     for x in tried:
         assert x.strategy is not None
-        by_kind.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+        strategy = x.strategy
+        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
+        by_kind.setdefault(kind, x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
-def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype: Any) -> None:
+def compiled(
+    tried: LiveCandidate, machine: Machine, rated: Machine, room: float, dtype: Any
+) -> None:
     """Compiles a candidate for the machine, which judges it. `rated` is the machine with all
     figures.
     """
@@ -175,7 +198,7 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
 class Trial:
     """Calls of a compiled candidate on the machine that is here, with zeros."""
 
-    def __init__(self, tried: Tried, machine: Machine, dtype: Any):
+    def __init__(self, tried: LiveCandidate, machine: Machine, dtype: Any):
         assert tried.traced is not None and tried.strategy is not None and tried.call is not None
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
@@ -201,7 +224,7 @@ def _zeros(x: Any) -> Any:
     return jnp.zeros(x.shape, x.dtype)
 
 
-def applying(tried: Tried, dtype: Any) -> Applying:
+def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     """How a candidate is applied to its step."""
     traced, strategy = tried.traced, tried.strategy
     assert traced is not None and strategy is not None
@@ -237,6 +260,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         },
         layers=traced.layers,
         policy=traced.policy,
+        micro_batches=step.micro_batches,
         dtype=dtype,
         saved=strategy.saved,
     )

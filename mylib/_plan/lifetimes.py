@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from .._compat import names
-from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, shape_of
+from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, is_on_host, shape_of
 from .._programs import KERNEL, jaxprs_in
 
 # As bytes. Smaller arrays don't matter beside weights.
@@ -45,6 +45,8 @@ def lives_of(scope: Scope, values_last: bool) -> list[Live]:
             continue
         begin = (stop if _ends_first(eqn) else start) + (0 if _is_solid(eqn) else _FUSED)
         for v in eqn.outvars:
+            if is_on_host(v.aval):
+                continue
             size, is_result = bytes_of(v.aval), scope.top and v in scope.returned
             if v in solid and v in last and size > _SMALL and not is_result:
                 gathered, end = eqn.name == names.CONSTRAINT, last[v] + _READ

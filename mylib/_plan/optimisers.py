@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._compat import names, opened
-from .._products import products_of
+from .._products import products_of_equation
 from .._programs import jaxprs_in, optimiser_of
 from .trace import SMALL
 
@@ -35,7 +35,7 @@ def matrix_products(
         if name == names.DOT:
             factor = eqn.invars[1].aval
             if is_here and math.prod(factor.shape) >= SMALL:
-                flops, dtype = 2.0 * times * products_of(eqn), factor.dtype
+                flops, dtype = 2.0 * times * products_of_equation(eqn), factor.dtype
                 yield MatrixProduct(factor.size * dtype.itemsize, times, flops, str(dtype))
         else:
             turns = eqn.params[names.PARAM_LENGTH] if name == names.SCAN else 1

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jaxlib
 
+from .._fsdp import offloads_wrongly
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
 from .cache import CachedPlan
 from .candidates import (
     RESERVE,
-    TIES,
+    LiveCandidate,
     Trial,
-    Tried,
     applying,
     compiled,
     is_tie,
@@ -29,9 +30,9 @@ from .candidates import (
 )
 from .fixes import FixedParts
 from .layers import layers_in
-from .price import with_figures
+from .price import Prices, with_figures
 from .replaced import Replaced
-from .result import Candidate, Plan
+from .result import TIES, Plan
 from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
@@ -50,6 +51,7 @@ def plan(
     memory: float | None = None,
     dtype: Any = None,
     policies: Sequence[str] = ("full", "dots", "all"),
+    micro_batches: Sequence[int] = (),
     compile: int = 8,
     budget: float = 600,
     measure: int = 0,
@@ -83,7 +85,10 @@ def plan(
     - `memory`: the bytes that the step may use on each device; by default the machine's.
     - `dtype`: the dtype that layers compute in, as for `fully_shard`.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
-        batch dimensions), `"all"`.
+        batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
+    - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
+        `fun` is a function of the number that returns the step, and the plan is applied by
+        `plan.jit(fun(plan.micro_batches))`.
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
         compiler is needed, and the plan may not fit.
     - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
@@ -122,23 +127,27 @@ def plan(
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
-    step = PlannedStep.of(fun, args)
+    steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
+    steps = steps or [PlannedStep.of(fun, args)]
+    step = steps[0]
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    options = room, dtype, tuple(policies), compile, budget, measure
+    options = room, dtype, tuple(policies), tuple(micro_batches), compile, budget, measure
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
         return saved
+    others = [(x, policy) for x in steps for policy in policies][1:]
     tried = priced(traced, rated, room, sizes, fixed)
-    for policy in policies[1:]:
-        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
+    for x, policy in others:
+        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)
@@ -177,6 +186,14 @@ def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str,
         raise ValueError(
             f"plan: measure={limits['measure']} runs compiled candidates, and with compile=0 there "
             "are none"
+        )
+
+
+def _check_offloading(policies: Sequence[str], target: Machine) -> None:
+    if "offload" in policies and target.chip.platform == "gpu" and offloads_wrongly():
+        raise PlanError(
+            f"policies: XLA for GPUs of jaxlib {jaxlib.__version__} reads what loops have "
+            "offloaded in the wrong order (openxla/xla 46231): leave it out, or use another version"
         )
 
 
@@ -223,11 +240,11 @@ class _Search:
     count: int
     budget: float
     is_interrupted: bool = False
-    left: Sequence[Tried] = ()
+    left: Sequence[LiveCandidate] = ()
 
     def ranked(
-        self, tried: Sequence[Tried], measure: int, line: "_Line"
-    ) -> tuple[list[Tried], list[Tried]]:
+        self, tried: Sequence[LiveCandidate], measure: int, line: "_Line"
+    ) -> tuple[list[LiveCandidate], list[LiveCandidate]]:
         """The candidates that fit, the best first, and those that don't, the smallest first."""
         for x in tried if not self.count else ():
             # Without a compiler the price decides what fits.
@@ -246,7 +263,7 @@ class _Search:
         rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
         return ranked, rejected
 
-    def compile(self, possible: Sequence[Tried], line: "_Line") -> None:
+    def compile(self, possible: Sequence[LiveCandidate], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
         start, longest, best = time.monotonic(), 0.0, math.inf
         chosen = to_compile(possible, self.count)
@@ -267,7 +284,7 @@ class _Search:
             longest = max(longest, time.monotonic() - begun)
             best = min(best, math.inf if x.why else x.seconds)
 
-    def measure(self, chosen: Sequence[Tried], line: "_Line") -> None:
+    def measure(self, chosen: Sequence[LiveCandidate], line: "_Line") -> None:
         """Runs candidates in turns, so that what else the machine does slows all alike. The fastest
         of a few calls counts.
         """
@@ -310,8 +327,8 @@ class _Line:
 
 def _nothing(
     step: PlannedStep,
-    rejected: Sequence[Tried],
-    uncompiled: Sequence[Tried],
+    rejected: Sequence[LiveCandidate],
+    uncompiled: Sequence[LiveCandidate],
     target: Machine,
     room: float,
     budget: float,
@@ -321,18 +338,32 @@ def _nothing(
         rows = _most_rows(step, rejected, target)
         return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
     missing = show_bytes(least.memory - room * (1 - RESERVE))
-    helps = "more devices, a smaller batch, or micro-batches in the step"
-    if least.traced is not None and least.traced.policy != "full":
-        helps = f'policies=("full",), {helps}'
+    helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
+    tried = {x.traced.policy for x in rejected if x.traced is not None}
+    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload") if x not in tried]
     if uncompiled:
-        helps = f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left; {helps}"
+        helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"What would help: {helps}"
+        f"What would help: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
 
 
-def _most_rows(step: PlannedStep, rejected: Sequence[Tried], target: Machine) -> str:
+def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
+    """How many micro-batches fit, by the model of the price."""
+    assert least.strategy is not None and least.traced is not None
+    rows = least.traced.batch_size // math.prod(
+        least.strategy.sizes[x] for x in least.strategy.rows
+    )
+    prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
+    counts = (n for n in range(2, rows + 1) if rows % n == 0)
+    count = next((n for n in counts if prices.memory(least.strategy, n) <= limit), None)
+    if count is None:
+        return "micro-batches in the step"
+    return f"{count} micro-batches in the step (by the model of its price)"
+
+
+def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Machine) -> str:
     rows = next((x.rows for x in rejected if x.rows), None)
     if rows is None:
         return ""
@@ -345,8 +376,8 @@ def _most_rows(step: PlannedStep, rejected: Sequence[Tried], target: Machine) ->
 
 
 def plan_of(
-    ranked: Sequence[Tried],
-    rejected: Sequence[Tried],
+    ranked: Sequence[LiveCandidate],
+    rejected: Sequence[LiveCandidate],
     target: Machine,
     is_assumed: bool,
     dtype: Any,
@@ -359,9 +390,9 @@ def plan_of(
         machine=target,
         axes=best.strategy.sizes,
         is_sharded=best.strategy.is_sharded,
-        chosen=_candidate(best),
-        others=tuple(map(_candidate, ranked[1:])),
-        rejected=tuple(map(_candidate, rejected)),
+        chosen=best.figures(),
+        others=tuple(x.figures() for x in ranked[1:]),
+        rejected=tuple(x.figures() for x in rejected),
         notes=tuple(_notes(ranked, target, is_assumed, best.traced)),
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
@@ -369,25 +400,8 @@ def plan_of(
     )
 
 
-def _candidate(x: Tried) -> Candidate:
-    price = x.price
-    interval = None if price is None else price.interval
-    return Candidate(
-        name=x.name,
-        seconds=None if math.isinf(x.seconds) or x.unread else x.seconds,
-        interval=None if x.unread else interval if x.estimated is None else x.estimated[1],
-        memory=None if math.isinf(x.memory) or x.unread else int(x.memory),
-        compiled=x.report is not None or bool(x.unread),
-        measured=x.measured,
-        modelled=None if price is None else price.seconds,
-        parts={} if price is None else dict(price.parts),
-        why=x.why,
-        unread=x.unread,
-    )
-
-
 def _notes(
-    ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
+    ranked: Sequence[LiveCandidate], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
     best = ranked[0]
     read = [x for x in ranked[1:] if not (x.unread or best.unread)]

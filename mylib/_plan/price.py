@@ -48,15 +48,17 @@ _GUESSED_FIGURES = {
     "link_bandwidth": 6e8,
     "network_bandwidth": 6e8,
 }
+# Between a chip and its host, where a data sheet lacks it: what the scaling book calls typical of
+# TPUs (https://jax-ml.github.io/scaling-book/tpus/).
+_TYPICAL_OF_HOSTS = 1.5e10
 
 
 def with_figures(machine: Machine) -> tuple[Machine, bool]:
     """A machine whose figures are all known, and whether some of them had to be assumed."""
     chip = machine.chip
     missing = {name: x for name, x in _GUESSED_FIGURES.items() if not getattr(chip, name)}
-    if not missing:
-        return machine, False
-    return dataclasses.replace(machine, chip=dataclasses.replace(chip, **missing)), True
+    figures = {"host_bandwidth": chip.host_bandwidth or _TYPICAL_OF_HOSTS, **missing}
+    return dataclasses.replace(machine, chip=dataclasses.replace(chip, **figures)), bool(missing)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Prices:
         )
         self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
         self.whole = _Events(program.whole, groups_of)
+        self.offloads = _Events(program.offloads, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
         self.sums = _Events(sums, groups_of)
@@ -123,6 +126,10 @@ class Prices:
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
+
+    def memory(self, strategy: Strategy, micro_batches: int) -> int:
+        """What each device would hold if the step looped over as many micro-batches."""
+        return _Pricing(self, strategy).memory(micro_batches)
 
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
@@ -281,8 +288,8 @@ class _Pricing:
     def price(self) -> Price:
         low, body = self.computed()
         tensor = self.tensor().sum()
-        gathers, gradients = self.gathers(), self.gradients()
-        moved = gathers + gradients
+        gathers, gradients, offloads = self.gathers(), self.gradients(), self.offloads()
+        moved = gathers + gradients + offloads
         hidden, moved = self.hidden(moved, body), moved.sum()
         exposed = tensor * (
             1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
@@ -296,6 +303,7 @@ class _Pricing:
             "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
             "gathers of the optimiser": matrices,
+            "offloading": offloads.sum(),
         }
         return Price(
             seconds=float(body + exposed + matrices + moved - hidden),
@@ -374,6 +382,16 @@ class _Pricing:
                 took += self.send(kind, over, combined, np.full(len(combined), place))
         return took
 
+    def offloads(self) -> Any:
+        """The seconds of copies to the host's memory, and back, in each place."""
+        offloads, chip, took = self.prices.offloads, self.prices.machine.chip, self.nothing()
+        rate = (chip.host_bandwidth or _TYPICAL_OF_HOSTS) / chip.devices
+        times = self.prices.times_of[offloads.places]
+        np.add.at(
+            took, offloads.places, offloads.amounts / self.splits(offloads.dims) / rate * times
+        )
+        return took
+
     def tensor(self) -> Any:
         prices, sums, whole = self.prices, self.prices.sums, self.prices.whole
         _, crossed = self.crossed(sums)
@@ -411,17 +429,24 @@ class _Pricing:
         prices = self.prices
         return self.on_each(prices.held_bytes, prices.held_dims, ~prices.is_whole)
 
-    def memory(self) -> int:
-        """What each device holds at the peak."""
+    def memory(self, micro_batches: int = 1) -> int:
+        """What each device holds at the peak; in a loop over as many micro-batches, which adds
+        their gradients.
+        """
         prices = self.prices
         nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
+        nbytes = np.where(prices.lives.has(self.data), nbytes / micro_batches, nbytes)
         if self.strategy.saved is not None:
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
         changes = np.zeros(prices.stops.max(initial=0) + 1)
         np.add.at(changes, prices.starts, nbytes)
         np.add.at(changes, prices.stops, -nbytes)
-        return int(self.held().sum() + np.cumsum(changes).max())
+        sums = prices.sums
+        nbytes = self.on_each(sums.amounts, sums.dims, prices.is_gradient)
+        added = np.dot(nbytes * prices.is_gradient, prices.times_of[sums.places])
+        added *= micro_batches > 1
+        return int(self.held().sum() + added + np.cumsum(changes).max())
 
 
 def _combined(nbytes: Any) -> Any:

@@ -22,6 +22,7 @@ class Strategy:
     - `is_sharded`: whether weights are kept in parts over the axis "data" (FSDP).
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
+    - `micro_batches`: into how many the step cuts its batch.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
     - `fixes`: the specs that were given.
     """
@@ -30,6 +31,7 @@ class Strategy:
     is_sharded: bool
     tensor: tuple[int, ...] = ()
     policy: str = "full"
+    micro_batches: int = 1
     saved: Spec | None = None
     fixes: Fixes = Fixes({}, {})
 
@@ -61,7 +63,8 @@ class Strategy:
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
-        return name if self.policy == "full" else f"{name}, saves {self.policy}"
+        name += "" if self.policy == "full" else f", saves {self.policy}"
+        return name if self.micro_batches == 1 else f"{name}, {self.micro_batches} micro-batches"
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,12 @@ def strategies(
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
-        strategy = Strategy(sizes or (("data", 1),), is_sharded, policy=traced.policy)
+        pieces = traced.step.micro_batches
+        strategy = Strategy(sizes or (("data", 1),), is_sharded, (), traced.policy, pieces)
         rows, devices = traced.batch_size, math.prod(strategy.sizes[x] for x in strategy.rows)
-        if rows % devices:
-            why = f"{rows} rows can't be divided over {devices} devices"
+        if rows % (devices * pieces):
+            of = "" if pieces == 1 else f" in {pieces} micro-batches"
+            why = f"{rows} rows{of} can't be divided over {devices} devices"
             yield Impossible(strategy.name, why, rows)
             continue
         grouped = _wrongly_summed(strategy, traced)

@@ -37,6 +37,10 @@ POLICIES: dict[str, tuple[str, Any]] = {
         "jax.checkpoint_policies.everything_saveable",
         jax.checkpoint_policies.everything_saveable,
     ),
+    "offload": (
+        'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")',
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    ),
 }
 # With fewer numbers an array is not worth splitting: `fsdp`'s own limit.
 SMALL = 2**12
@@ -48,16 +52,19 @@ class PlanError(MylibError, ValueError):
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step, and its arguments without numbers. `batch` is the position of the batch."""
+    """A step, and its arguments without numbers. `batch` is the position of the batch, which the
+    step cuts into as many `micro_batches`; with one it is whole.
+    """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     names: tuple[str, ...]
     roles: tuple[CalledModule, ...]
     batch: int
+    micro_batches: int = 1
 
     @staticmethod
-    def of(fun: Callable[..., Any], args: Sequence[Any]) -> "PlannedStep":
+    def of(fun: Callable[..., Any], args: Sequence[Any], micro_batches: int = 1) -> "PlannedStep":
         abstract = tuple(jax.tree.map(_described, tuple(args)))
         roles = tuple(roles_in(abstract))
         names = tuple(_names(fun, abstract))
@@ -66,7 +73,8 @@ class PlannedStep:
                 "no argument of the step has a Module that can be called: plan needs the model as "
                 "an argument, such as plan(step, batch, model, state)"
             )
-        return PlannedStep(fun, abstract, names, roles, _batch_of(abstract, names, roles))
+        batch = _batch_of(abstract, names, roles)
+        return PlannedStep(fun, abstract, names, roles, batch, micro_batches)
 
     def called(self, path: str) -> str:
         """A path of the tuple of arguments, with the argument's name."""

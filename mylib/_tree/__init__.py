@@ -17,6 +17,14 @@ from .leaves import (
     parts_of as parts_of,
     split as split,
 )
+from .outline import (
+    Arrays as Arrays,
+    Made as Made,
+    Outline as Outline,
+    Rest as Rest,
+    outline_of as outline_of,
+    outlined as outlined,
+)
 from .pattern import (
     Pattern as Pattern,
     joined as joined,
@@ -29,14 +37,6 @@ from .prefix import (
     first_difference as first_difference,
     is_none as is_none,
     spread_prefix as spread_prefix,
-)
-from .splits import (
-    Arrays as Arrays,
-    Made as Made,
-    Rest as Rest,
-    Split as Split,
-    outline_of as outline_of,
-    outlined as outlined,
 )
 from .structure import (
     named_texts_of as named_texts_of,

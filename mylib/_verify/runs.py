@@ -18,7 +18,7 @@ from .._placement import in_own_dtypes, no_mesh, on_one_device
 from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
-from .._tree import Split, is_array, is_of_keys, outlined
+from .._tree import Outline, is_array, is_of_keys, outlined
 from .arguments import filled, perturbed, whole, widened
 from .judge import Compared, coarsest, compare, largest_difference, largest_of
 from .lines import Runnable, first_difference
@@ -169,7 +169,7 @@ class _Flat:
     the paths of the latest results.
     """
 
-    def __init__(self, fun: Callable[..., Any], outline: Split):
+    def __init__(self, fun: Callable[..., Any], outline: Outline):
         self._fun, self._outline = fun, outline
         self.names: list[str] = []
 

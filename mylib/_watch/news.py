@@ -51,9 +51,9 @@ def _starting(
     mine = identity_of(call)
     alike = [x.witness for x in calls if x.witness.identity.function == mine.function]
     same = [x for x in alike if x.identity.program == mine.program] or alike
-    kinds = [x.kind for x in same if x.kind and x.name == call.program.name]
+    kinds = [x.kind for x in same if x.kind and x.name == call.wrapped.name]
     kind = kinds[-1] if kinds else ""
-    text = f"{call.program.name} in {line}"
+    text = f"{call.wrapped.name} in {line}"
     return _Starting(kind, counts.get(kind, 0) + 1, text, mine.program)
 
 

@@ -27,7 +27,7 @@ class Identity(NamedTuple):
 
 def identity_of(call: Any) -> Identity:
     """The identity of the program in a call of `filter_jit`."""
-    python = call.program.code
+    python = call.wrapped.code
     function = ""
     if python is not None:
         code = python.__code__

@@ -121,7 +121,7 @@ class Record:
 
     def started(self, call: Any, memo: list[Any], arrays: Sequence[Any]) -> None:
         if not memo or memo[0].owner is not self._lock:
-            about = call.program.name, identity_of(call), weakref.ref(call.variant)
+            about = call.wrapped.name, identity_of(call), weakref.ref(call.variant)
             memo[:] = [self._witness("programs", *about, arrays)]
         self._add(memo[0], arrays)
 

@@ -39,7 +39,7 @@ class Thread(NamedTuple):
         call: Any = None
         for frame in self.frames:
             code = frame.f_code
-            if code.co_qualname == "Program.call" and code.co_filename.startswith(OURS):
+            if code.co_qualname == "Dispatcher.call" and code.co_filename.startswith(OURS):
                 call = frame.f_locals["call"]
             elif call is not None and _is_of_user(frame):
                 return call, f"{Path(code.co_filename).name}:{frame.f_lineno}"

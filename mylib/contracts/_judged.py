@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, axis_of, sums_each_turn, times_of
+from .._audit import Collective, Groups, MeshAxes, Report, axis_of, sums_each_turn, times_of
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
@@ -73,7 +73,7 @@ class Judged:
                 f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
                 "as a tree like the model"
             )
-        self.mesh = Axes(tuple(report.axes), tuple(report.axes.values()))
+        self.mesh = MeshAxes(tuple(report.axes), tuple(report.axes.values()))
         self.groups: Groups = self.mesh.groups([axis])
 
     @cached_property
@@ -172,7 +172,7 @@ class Judged:
             if self.flow.reaching(results[result].any) & self._all_data
         ]
 
-    def kept(self, must_equal: Sequence[int]) -> Iterator[Violation]:
+    def resharded(self, must_equal: Sequence[int]) -> Iterator[Violation]:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
             argument, r = self.report.parameters[number], self.report.results[i]

@@ -108,7 +108,7 @@ def never(
     - `kind`, `axes`: as in [`mylib.contracts.at_most`][].
     - `above`: only collectives with more bytes, such as `"1 MiB"`.
     - `in_loops`: only collectives in the body of a loop.
-    - `inserted`: only collectives that the partitioner has inserted, or of which that is unknown.
+    - `inserted`: only collectives that the partitioner has inserted, or may have inserted.
 
     **Returns:**
 

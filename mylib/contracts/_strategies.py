@@ -219,7 +219,7 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
             yield Violation((p.path,), text)
     yield from judged.without_data()
     yield from judged.gradients()
-    yield from judged.kept(judged.roles.weights)
+    yield from judged.resharded(judged.roles.weights)
     yield from judged.repeated(pieces)
     yield from judged.others()
     for m in judged.moved:
@@ -241,7 +241,7 @@ def _of_fsdp(
     yield from judged.state()
     yield from judged.without_data()
     yield from judged.gradients()
-    yield from judged.kept([*judged.roles.weights, *judged.roles.state])
+    yield from judged.resharded([*judged.roles.weights, *judged.roles.state])
     yield from judged.repeated(pieces)
     yield from judged.others()
     yield from judged.ungathered()
@@ -279,7 +279,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
     yield from judged.gradients()
-    yield from judged.kept([*judged.roles.weights, *judged.roles.state])
+    yield from judged.resharded([*judged.roles.weights, *judged.roles.state])
     yield from judged.repeated(None)
     yield from judged.others()
     for m in judged.moved:

@@ -12,7 +12,10 @@ _SHOWN = 5
 
 
 class Argument(NamedTuple):
-    """An array that a program takes: its path, its shape, and its bytes on each device."""
+    """An array that a program takes: its path, its shape, and its bytes on each device. A
+    [`mylib.Parameter`][] is read from a compiled program, and there may be none: this is also known
+    of a program that the compiler has refused.
+    """
 
     path: str
     shape: tuple[int, ...]

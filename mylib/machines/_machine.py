@@ -142,6 +142,8 @@ class Machine:
             lines.append(f"links      {chip.links} for each chip, {rate:g} GB/s each way")
         if chip.network_bandwidth is not None:
             lines.append(f"network    {chip.network_bandwidth / 1e9:g} GB/s each way for each chip")
+        if chip.host_bandwidth is not None:
+            lines.append(f"host       {chip.host_bandwidth / 1e9:g} GB/s each way for each chip")
         return "\n  ".join(lines)
 
 

@@ -27,6 +27,7 @@ class Chip:
         and the bytes per second of each in one direction.
     - `network_bandwidth`: bytes per second of the network in one direction, for each chip: to other
         hosts for GPUs, to other slices for TPUs.
+    - `host_bandwidth`: bytes per second between the chip and its host's memory in one direction.
     - `reached`: the shares of these rates that programs reach, for estimates: of `flops` in matrix
         products (`"products"`) and in kernels of attention (`"kernels"`), of `memory_bandwidth`
         (`"memory"`), and of the links in an all-reduce on a host of 8 GPUs (`"all-reduce"`). An
@@ -51,6 +52,7 @@ class Chip:
     links: int | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     reached: Mapping[str, float] = field(default_factory=dict, hash=False)
     devices: int = 1
     host: int = 8

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, Leaves, Made, Rest, Split, outlined, split
+from .._tree import Arrays, Leaves, Made, Outline, Rest, outlined, split
 
 Struct = jax.ShapeDtypeStruct
 
@@ -22,7 +22,7 @@ Struct = jax.ShapeDtypeStruct
 class Form:
     """A tree of arrays whose shapes, dtypes and shardings are all that is known."""
 
-    outline: Split
+    outline: Outline
     structs: tuple[Struct, ...]
 
 
@@ -36,7 +36,7 @@ class Boundary:
     which no stage sends, nothing `returns`.
     """
 
-    outline: Split
+    outline: Outline
     sent: tuple[Struct, ...]
     received: tuple[Struct, ...]
     returns: bool = True
@@ -101,7 +101,7 @@ class Stage:
 
     def compute(
         self, module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays
-    ) -> tuple[Arrays, Split]:
+    ) -> tuple[Arrays, Outline]:
         """The arrays that the user's function returns, or the last stage's loss, and the tree that
         they are in.
         """
@@ -146,7 +146,7 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
     return [next(yes if flag else no) for flag in flags]
 
 
-def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
+def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
     """The shapes of a stage's results."""
 
     def result(*args: Arrays) -> Made:
@@ -155,11 +155,11 @@ def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
 
     with jax.set_mesh(stage.mesh):
         shapes = jax.eval_shape(result, *stage.arguments)
-    return shapes.arrays, shapes.rest.split
+    return shapes.arrays, shapes.rest.outline
 
 
 def boundary(
-    structs: Sequence[Struct], outline: Split, source: Mesh, target: Mesh, rows: int, axes: Any
+    structs: Sequence[Struct], outline: Outline, source: Mesh, target: Mesh, rows: int, axes: Any
 ) -> Boundary:
     """How the results of a stage are placed: arrays that have the rows of the microbatch as first
     dimension are split over `axes`, as the batch is; all others are on every device.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib._advice import replicated
-from mylib._jit import program
+from mylib._jit import dispatcher
 from mylib._products import Products, products_in
 
 MESH = mylib.make_mesh(data=8)
@@ -96,9 +96,9 @@ class TestIsTold:
     @pytest.mark.parametrize("donate", ["none", ("model",)], ids=["none", "donated"])
     def test_nothing_is_compiled_for_it(self, donate):
         """JAX still has the program that the call compiled."""
-        before = program._counts.compiled
+        before = dispatcher._counts.compiled
         assert len(told_once(mylib.filter_jit(steps()["step"], donate=donate))) == 1
-        assert program._counts.compiled == before + 1
+        assert dispatcher._counts.compiled == before + 1
 
     def test_is_told_once_a_function(self):
         f = mylib.filter_jit(steps()["step"])

@@ -13,7 +13,7 @@ from jaxlib import lapack
 
 import mylib
 from mylib._audit.dataflow import Source, graph_of
-from mylib._audit.groups import Axes, groups_of, pairs_of
+from mylib._audit.groups import MeshAxes, groups_of, pairs_of
 from mylib._audit.hlo import HloModule, arrays_of
 from mylib._audit.targets import TARGETS
 from mylib._audit.values import Value, before
@@ -72,7 +72,7 @@ def test_pairs():
 )
 def test_axes_of_any_subset(mesh, chosen):
     names, sizes = mesh
-    axes = Axes(tuple(names), tuple(sizes))
+    axes = MeshAxes(tuple(names), tuple(sizes))
     others = [i for i in range(3) if i not in chosen]
     each = int(np.prod([sizes[i] for i in chosen]))
     devices = np.arange(axes.size).reshape(sizes)

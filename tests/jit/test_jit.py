@@ -168,7 +168,7 @@ class TestTrees:
 
     def test_it_is_compiled_once_with_the_same_options(self):
         def program(**options):
-            return mylib.filter_jit(add_zero, **options).program
+            return mylib.filter_jit(add_zero, **options).dispatcher
 
         same = [{"mesh": MESH}, {"compiler_options": {"xla_cpu_enable_fast_math": True}}]
         other = [{"mesh": EXPLICIT}, {"compiler_options": {"xla_cpu_enable_fast_math": 1}}]

@@ -13,7 +13,7 @@ from contexts import AUTO as MESH
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._jit import program
+from mylib._jit import dispatcher
 
 ONE = jnp.ones(())
 JITS = {
@@ -209,13 +209,13 @@ def test_a_wrapper_does_not_stay_with_what_it_wraps():
 
 
 def test_the_oldest_variant_goes(monkeypatch):
-    monkeypatch.setattr(program, "_MOST", 4)
+    monkeypatch.setattr(dispatcher, "_MOST", 4)
     traces = []
     f = mylib.filter_jit(lambda x, name: (traces.append(name), x)[1])
     for name in "abcdaebfa":
         f(ONE, name)
     # "b" was the oldest when "e" came, and came back.
-    assert "".join(traces) == "abcdebf" and len(f.program.variants) == 4
+    assert "".join(traces) == "abcdebf" and len(f.dispatcher.variants) == 4
 
 
 @pytest.mark.slow

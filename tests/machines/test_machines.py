@@ -40,6 +40,7 @@ def row(chip):
         *rates,
         f"{chip.links} x {chip.link_bandwidth / 1e9:g}",
         f"{chip.network_bandwidth / 1e9:g}",
+        "" if chip.host_bandwidth is None else f"{chip.host_bandwidth / 1e9:g}",
         str(chip.devices),
     ]
     links = [f"[{n}]({url})" for n, url in enumerate(SHEETS[chip.name]["sources"], 1)]
@@ -130,6 +131,7 @@ class TestDescriptions:
             "float8_e4m3fn 1979, int8 1979 TFLOP/s on each device",
             "  links      18 for each chip, 25 GB/s each way",
             "  network    50 GB/s each way for each chip",
+            "  host       64 GB/s each way for each chip",
         ]
 
     @pytest.mark.parametrize(

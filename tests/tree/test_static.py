@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
-from mylib._jit import program
+from mylib._jit import dispatcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class TestSharing:
 class TestBound:
     @pytest.mark.slow
     def test_programs_are_let_go(self, monkeypatch):
-        monkeypatch.setattr(program, "_MOST", 256)
+        monkeypatch.setattr(dispatcher, "_MOST", 256)
 
         class Name:
             pass
@@ -139,7 +139,7 @@ class TestBound:
         f(jnp.ones(()), names[45])
         for _ in range(3):
             f(jnp.ones(()), Name())
-        kept = len(f.program.variants)
+        kept = len(f.dispatcher.variants)
         del names, name
         gc.collect()
         left = [i for i, ref in enumerate(gone) if ref() is not None]
@@ -151,7 +151,7 @@ class TestBound:
         g = mylib.filter_jit(lambda x, name: x + len(name))
         compiled = g.lower(jnp.ones(()), "ab").compile()
         for i in range(300):
-            g.program.prepare([], (jnp.ones(()), f"{i}"), {})
+            g.dispatcher.prepare([], (jnp.ones(()), f"{i}"), {})
         assert compiled(jnp.ones(()), "ab") == 3
 
 
@@ -191,7 +191,7 @@ class TestNumbersThatChange:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             self.run(f, map(jnp.asarray, range(30)))
-        assert len(f.program.variants) == 1
+        assert len(f.dispatcher.variants) == 1
 
     @pytest.mark.parametrize(
         ("make", "texts"),

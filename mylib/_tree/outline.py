@@ -18,7 +18,7 @@ Static = tuple[Any, ...]
 
 
 @dataclass(eq=False, repr=False)
-class Split:
+class Outline:
     """A tree without its arrays: its structure, a flag for each leaf, and its static leaves.
 
     Two are equal if their trees differ only in arrays. Unlike `==` that distinguishes 1, True and
@@ -67,7 +67,7 @@ class Split:
         """
         return self.state_now()
 
-    def noted(self) -> "Split":
+    def noted(self) -> "Outline":
         """Itself, with its `state` asked for."""
         _ = self.state
         return self
@@ -89,7 +89,7 @@ class Split:
     def __eq__(self, other: Any) -> bool:
         # The elements are usually identical objects, and checking that first is fast.
         return (
-            isinstance(other, Split)
+            isinstance(other, Outline)
             and self.treedef == other.treedef
             and self.are_arrays == other.are_arrays
             and _all_same(self.static, other.static)
@@ -98,7 +98,7 @@ class Split:
             and (not self.state or self.state == other.state)
         )
 
-    def numbers_changed(self, other: "Split") -> set[int]:
+    def numbers_changed(self, other: "Outline") -> set[int]:
         """The leaves at which two trees have different Python numbers, if they differ in nothing
         else.
         """
@@ -118,7 +118,7 @@ class Rest:
     of results, and static leaves of results need no hash.
     """
 
-    split: Split
+    outline: Outline
 
 
 @jtu.register_pytree_node_class
@@ -134,11 +134,11 @@ class Made:
 
     @classmethod
     def of(cls, tree: Any) -> "Made":
-        arrays, split = outlined(tree)
-        return cls(arrays, Rest(split))
+        arrays, outline = outlined(tree)
+        return cls(arrays, Rest(outline))
 
     def tree(self) -> Any:
-        return self.rest.split.fill(self.arrays)
+        return self.rest.outline.fill(self.arrays)
 
     def tree_flatten(self) -> tuple[tuple[Arrays, Any], Rest]:
         return (self.arrays, self.failed), self.rest
@@ -149,7 +149,7 @@ class Made:
         return cls(arrays, rest, failed)
 
 
-def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Split]:
+def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:
     """Splits a tree into its arrays and everything else. `jax.ShapeDtypeStruct`s are arrays if
     `abstract`.
     """
@@ -159,15 +159,15 @@ def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Split]:
         partition = _Selection.of(tuple([is_array(x, abstract) for x in leaves]))
     are_arrays, arrays_of, static_of = partition
     if static_of is None:
-        return leaves, Split(treedef, are_arrays, ())
-    return list(arrays_of(leaves)), Split(treedef, are_arrays, static_of(leaves))
+        return leaves, Outline(treedef, are_arrays, ())
+    return list(arrays_of(leaves)), Outline(treedef, are_arrays, static_of(leaves))
 
 
-def outline_of(leaves: Leaves) -> Split:
+def outline_of(leaves: Leaves) -> Outline:
     places = set(leaves.positions)
     flags = tuple(i in places for i in range(len(leaves.all)))
     static = tuple(x for i, x in enumerate(leaves.all) if i not in places)
-    return Split(leaves.treedef, flags, static)
+    return Outline(leaves.treedef, flags, static)
 
 
 Take = Callable[[Sequence[Any]], tuple[Any, ...]]

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from mylib._links.cutting import cut, join
-from mylib._links.plan import plan
+from mylib._links.division import division_of
 
 AXES = ("a", "b", "c")
 GRIDS = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (2, 2, 2), (1, 6)]
@@ -43,7 +43,7 @@ def test_the_pieces_make_the_target(move):
     shape, source, target = move
     value = np.arange(math.prod(shape)).reshape(shape)
     held = {d: value[index] for d, index in source.devices_indices_map(shape).items()}
-    pieces, regions = plan(shape, source, target)
+    pieces, regions = division_of(shape, source, target)
     cut_out = [
         held[p.source][tuple(slice(a, a + n) for a, n in zip(p.start, p.shape, strict=True))]
         for p in pieces
@@ -68,14 +68,14 @@ def test_the_pieces_make_the_target(move):
 def test_one_copy_is_sent(move):
     """To one process: replicas on its devices are made there."""
     shape, source, target = move
-    pieces, _ = plan(shape, source, target)
+    pieces, _ = division_of(shape, source, target)
     assert sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape)
 
 
 @given(_moves())
 def test_what_a_device_has_stays_there(move):
     shape, source, target = move
-    pieces, _ = plan(shape, source, target)
+    pieces, _ = division_of(shape, source, target)
     holders = source.devices_indices_map(shape)
     for piece in pieces:
         if piece.target in holders and holders[piece.target] == holders[piece.source]:
@@ -86,14 +86,14 @@ def test_replicas_give_in_turn():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     here = NamedSharding(Mesh(mesh.devices[:2, :], mesh.axis_names), P())
     there = NamedSharding(Mesh(mesh.devices[2:, :], mesh.axis_names), P(("a", "b")))
-    givers = [piece.source for piece in plan((8,), here, there).pieces]
+    givers = [piece.source for piece in division_of((8,), here, there).pieces]
     assert len(set(givers)) == 4
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0)], ids=str)
 def test_arrays_without_elements(shape):
     everywhere = NamedSharding(jax.make_mesh((8,), ("a",)), P())
-    pieces, regions = plan(shape, everywhere, everywhere)
+    pieces, regions = division_of(shape, everywhere, everywhere)
     assert not pieces and [region.shape for region in regions] == [shape]
 
 

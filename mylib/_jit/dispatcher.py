@@ -1,6 +1,4 @@
-"""A function without its arrays, and its options: finds the variant for a call, and takes the call
-through its steps.
-"""
+"""Calls of a function: the variant for each is found or made, and its steps are taken."""
 
 import functools
 import threading
@@ -15,7 +13,7 @@ from .._advice import about_captured, devices_of
 from .._compat import DELETED_ARRAYS_END_IT, is_staged, names, trace_kind
 from .._errors import not_here
 from .._placement import current_world, is_described
-from .._tree import Arrays, Split, outlined
+from .._tree import Arrays, Outline, outlined
 from .advise import Advice, Advise
 from .donation import Donate, Donation
 from .inputs import Inputs, Placing
@@ -49,15 +47,17 @@ def _listen() -> None:
 
 
 @dataclass(eq=False, kw_only=True)
-class Program(Wrapped):
-    """A function without its arrays, and its options."""
+class Dispatcher(Wrapped):
+    """A function without its arrays, and its options. Finds the variant for a call, and takes the
+    call through its steps.
+    """
 
     about: Mapping[str, Any]
     donate: Donate = "none"
     inputs: Inputs | None = None
     out_shardings: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    variants: Recent[Split, Variant] = field(default_factory=lambda: Recent(_MOST))
+    variants: Recent[Outline, Variant] = field(default_factory=lambda: Recent(_MOST))
     # The variant that was called last. Usually it is called again.
     _latest: Variant | None = None
     _advice: Advice = field(default_factory=Advice)
@@ -68,8 +68,8 @@ class Program(Wrapped):
         latest = self._latest
         try:
             # Usually the same variant is called again, and then nothing need be hashed.
-            if latest is None or latest.split != call.split:
-                latest = self.variants.find(call.split) or self._new_variant(call)
+            if latest is None or latest.outline != call.outline:
+                latest = self.variants.find(call.outline) or self._new_variant(call)
         except Exception as error:
             about_static(error, call)
             raise
@@ -83,17 +83,17 @@ class Program(Wrapped):
         elif kwargs:
             args, kwargs = self.function.bind(args, kwargs)
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
-        arrays, split = outlined([args, kwargs] if kwargs else args, abstract)
+        arrays, outline = outlined([args, kwargs] if kwargs else args, abstract)
         if self.fun.state:
             # What is static in the function can change, too.
-            split.state += self.fun.state_now()
-        return Call(self, args, kwargs, arrays + fun_arrays, split, abstract)
+            outline.state += self.fun.state_now()
+        return Call(self, args, kwargs, arrays + fun_arrays, outline, abstract)
 
     def _new_variant(self, call: Call) -> Variant:
         mesh = self.mesh if self.mesh is not None else current_world().devices
         if not call.is_abstract and is_described(mesh) and not is_staged():
             raise not_here(self.name)
-        latest = None if self._latest is None else self._latest.split
+        latest = None if self._latest is None else self._latest.outline
         self._advice.about_new(call, latest, self.inputs)
         _listen()
         steps: list[Step] = [] if self.inputs is None else [Placing(self.inputs)]
@@ -104,8 +104,8 @@ class Program(Wrapped):
         steps.append(Advise(self._advice))
         outputs = OutShardings(self.out_shardings, self.mesh, self.name)
         positions = [i for x in donated for i in x.positions]
-        running = Running(self, call.split, outputs, positions, self.options)
-        return self.variants.add(call.split, Variant(call.split, steps, running))
+        running = Running(self, call.outline, outputs, positions, self.options)
+        return self.variants.add(call.outline, Variant(call.outline, steps, running))
 
     def call(self, call: Call, ahead: Any = None, first: bool = False) -> Any:
         """Calls the function. `ahead` is the program compiled ahead of time, if any, and `first`
@@ -135,7 +135,7 @@ class Program(Wrapped):
                 advise(call)
         for after in variant.after:
             after(call)
-        return rest.split.fill(returned.arrays)
+        return rest.outline.fill(returned.arrays)
 
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any]:
         """The program lowered, and as a jaxpr. The call then has the arrays that it takes."""

@@ -38,7 +38,7 @@ class Division(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division:
+def division_of(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division:
     """The same in all processes. Every process of the target receives each part of its shards once,
     however many of its devices hold it.
     """
