@@ -72,9 +72,10 @@ def _known(
         if dims is None:
             splits = splits_like(program)
         else:
-            splits = splits_of(dims, whole, [x.shape for x in types], [x.shape for x in results])
+            splits = splits_of(dims, [x.shape for x in types], [x.shape for x in results])
+        splits = splits.without(whole)
     except UnfitDimsError as error:
         raise TypeError(f"opaque: dims= of {kernel.name}: {error}") from None
     except UnreadableError as error:
         raise TypeError(f"opaque: like= of {kernel.name}: {error}") from None
-    return KnownCall(kernel, splits.without(whole), results, result)
+    return KnownCall(kernel, splits, results, result)

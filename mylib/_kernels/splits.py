@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
@@ -43,6 +43,9 @@ class Splits:
 
     def without(self, whole: Sequence[str]) -> "Splits":
         """With these letters whole, too."""
+        unknown = sorted(set(whole) - {*self.named, *self.whole})
+        if unknown:
+            raise UnfitDimsError(f'whole= has {unknown[0]!r}, and the letters are "{self}"')
         parts = {letter: count for letter, count in self.parts.items() if letter not in whole}
         return Splits(self.operands, self.results, parts)
 
@@ -66,7 +69,7 @@ class UnfitDimsError(Exception):
     """`dims=` doesn't fit the call. `opaque` makes a `TypeError` of it."""
 
 
-def parsed(dims: str, whole: Iterable[str]) -> tuple[list[Letters], list[Letters], set[str]]:
+def _parsed(dims: str) -> tuple[list[Letters], list[Letters], set[str]]:
     """The letters of operands and results in `dims=`, and those that are whole."""
     sides = dims.split("->")
     is_word = re.compile(r"[a-zA-Z_]\w*").fullmatch
@@ -77,15 +80,12 @@ def parsed(dims: str, whole: Iterable[str]) -> tuple[list[Letters], list[Letters
     in_results = {letter for letters in results for letter in letters}
     every = in_results | {letter for letters in operands for letter in letters}
     repeated = {x for letters in (*operands, *results) for x in letters if letters.count(x) > 1}
-    unknown = sorted(set(whole) - every)
-    if unknown:
-        raise UnfitDimsError(f"whole= has {unknown[0]!r}, which dims= lacks")
-    return operands, results, (every - in_results) | repeated | set(whole)
+    return operands, results, (every - in_results) | repeated
 
 
-def splits_of(dims: str, whole: Iterable[str], operands: Shapes, results: Shapes) -> Splits:
+def splits_of(dims: str, operands: Shapes, results: Shapes) -> Splits:
     """What `dims=` says of arrays of these shapes."""
-    of_operands, of_results, are_whole = parsed(dims, whole)
+    of_operands, of_results, are_whole = _parsed(dims)
     for side, letters, shapes in (
         ("arguments", of_operands, operands),
         ("results", of_results, results),

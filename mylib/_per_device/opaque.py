@@ -77,7 +77,8 @@ def opaque(
     - `dims`: the same, as letters for the dimensions of each array in the arguments and results, in
         the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
         split alike, into a number of parts that divides all of them; of size 1, they are whole.
-        Letters that no result has, or that an array has twice, are whole.
+        Letters that no result has, or that an array has twice, are whole. With both, `dims` says
+        what may be split, and `like` gives the derivative.
     - `whole`: further letters that are whole, as in `"t d"`, such as those along which `fun`
         numbers its rows.
     - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are

@@ -96,7 +96,7 @@ class TestDims:
             ("b t, d -> b t", (), "not a letter for each dimension of arguments"),
             ("b t h d -> b t", (), "not a letter for each dimension of results"),
             ("b t h d", (), "write the letters of each array"),
-            ("b t h d -> b t h d", ("x",), "whole= has 'x', which dims= lacks"),
+            ("b t h d -> b t h d", ("x",), "whole= has 'x', and the letters are"),
         ],
     )
     def test_what_doesnt_fit(self, dims, whole, told):
