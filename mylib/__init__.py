@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ._audit import Collective, Estimate, Parameter, Report, Work, audit
     from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
     from ._matrices import by_matrix
+    from ._measured import Measured, MeasuredCollective, MeasuredDevice, MeasuredPart
     from ._per_device import filter_shard_map, opaque, vary
     from ._plan import Candidate, Plan, PlanError, plan
     from ._show import Changes, Explanation, Move, Overview, Row, explain, show
@@ -51,6 +52,10 @@ __all__ = [
     "Explanation",
     "Fault",
     "Leaf",
+    "Measured",
+    "MeasuredCollective",
+    "MeasuredDevice",
+    "MeasuredPart",
     "Move",
     "MylibError",
     "MylibWarning",
@@ -111,6 +116,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
             "_audit": "Collective Estimate Parameter Report Work audit",
             "_fsdp": "filter_checkpoint fully_shard recompute_resharded",
             "_matrices": "by_matrix",
+            "_measured": "Measured MeasuredCollective MeasuredDevice MeasuredPart",
             "_per_device": "filter_shard_map opaque vary",
             "_plan": "Candidate Plan PlanError plan",
             "_show": "Changes Explanation Move Overview Row explain show",

@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _timed(what: str) -> Iterator[None]:
-    """Says how long something took; on a terminal also that it goes on."""
+    """Prints how long something took; on a terminal also that it is running."""
     start, ended = time.monotonic(), threading.Event()
 
     def tell() -> None:

@@ -51,7 +51,7 @@ def is_of_user(file: str) -> bool:
 
 
 def innermost(frames: Iterable[T], file_of: Callable[[T], str]) -> T | None:
-    """Of frames from the innermost on, the first in a file of the user's; without one, the first of
+    """The first frame in a file of the user's, from the innermost on; without one, the first of
     another package, or else the first.
     """
     best, least = None, 3

@@ -54,6 +54,7 @@ class _Counter:
             self._counts[key] = self._count(jaxpr, set(map(id, results)))
         return self._counts[key]
 
+    # From the results to the arguments: `followed` would also count what nothing uses.
     def _count(self, jaxpr: Any, live: set[int]) -> Products | None:
         products = looped = others = factors = 0
         for eqn in reversed(jaxpr.eqns):
@@ -101,7 +102,7 @@ _LOOPS = (names.SCAN, names.WHILE)
 _PRODUCTS = {names.DOT, names.CONVOLUTION}
 _UNKNOWN = {KERNEL, *names.KERNELS, *names.OPAQUE_CALLS, names.RAGGED_DOT}
 # Equations whose results are those of their one jaxpr.
-_CALLS = (names.JIT, names.CLOSED_CALL, names.REMAT)
+_CALLS = names.CALLS | {names.REMAT}
 
 
 def _times(eqn: Any, each_turn: bool) -> int:

@@ -1,12 +1,12 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
 from ._lines import innermost
@@ -64,6 +64,66 @@ def optimiser_of(eqn: Any) -> str:
     return next((maker for maker, _, inner in made_by if inner.startswith("update")), "")
 
 
+class OptimiserProduct(NamedTuple):
+    """A product of two matrices in an optimiser: its equation, how often it is computed, and
+    whether it is that of a matrix with itself, as in Newton-Schulz and in Shampoo's statistics.
+    """
+
+    eqn: Any
+    times: int
+    is_square: bool
+
+
+def products_of_optimisers(program: Any) -> Iterator[OptimiserProduct]:
+    """The products in the optimisers of a step, but for those inside of `shard_map`, where matrices
+    are whole.
+    """
+    yield from _products_in(program, None, 1, [])
+
+
+# Yields products, and returns numbers for results, equal for equal matrices.
+_Walk = Generator[OptimiserProduct, None, list[Any]]
+
+
+def _products_in(program: Any, operands: list[Any] | None, times: int, around: list[Any]) -> _Walk:
+    """`operands` are numbers, too, `around` are the equations that call the program: in a loop JAX
+    doesn't know which function has called the loop.
+    """
+    jaxpr = opened(program)
+    given = [*map(id, jaxpr.invars)] if operands is None else operands
+    # By the ids of variables, as literals can't be hashed.
+    numbers = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    for eqn in jaxpr.eqns:
+        values = [numbers.get(id(x), id(x)) for x in eqn.invars]
+        results = yield from _products_through(eqn, values, times, around)
+        numbers.update(zip(map(id, eqn.outvars), results, strict=False))
+    known, results = {*given}, [numbers.get(id(x)) for x in jaxpr.outvars]
+    # A jaxpr may be called several times, and what it makes is new each time.
+    return [x if x in known else object() for x in results]
+
+
+def _products_through(eqn: Any, values: list[Any], times: int, around: list[Any]) -> _Walk:
+    name, here = eqn.primitive.name, [*around, eqn]
+    if name in _SAME_MATRIX:
+        return values
+    if name == names.DOT:
+        if any(map(optimiser_of, here)):
+            yield OptimiserProduct(eqn, times, values[0] == values[1])
+    elif name != names.SHARD_MAP and name not in names.KERNELS:
+        turns = eqn.params[names.PARAM_LENGTH] if name == names.SCAN else 1
+        is_call = name == names.JIT
+        for inner in jaxprs_in(eqn):
+            results = yield from _products_in(
+                inner, values if is_call else None, times * turns, here
+            )
+            if is_call:
+                return results
+    return []
+
+
+_SAME_MATRIX = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
+
+
 class Looped(NamedTuple):
     """A scan or a `while_loop`: its body, and what the body is given in each turn: constants, what
     is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is carried.
@@ -80,16 +140,37 @@ class Looped(NamedTuple):
 def loop_of(eqn: Any, operands: list[Any]) -> Looped | None:
     """An equation as a loop, by anything that stands for its operands; None if it is none."""
     if eqn.primitive.name == names.SCAN:
-        constants, carried = scan_sizes(eqn)
-        end = constants + carried
-        parts = operands[:constants], operands[constants:end], operands[end:]
-        return Looped(eqn.params[names.PARAM_JAXPR], *parts)
+        return scan_of(eqn, operands)
     if eqn.primitive.name == names.WHILE:
         body, carried = while_body(eqn), len(eqn.outvars)
         start = len(operands) - len(opened(body).invars)
         parts = operands[start : len(operands) - carried], operands[len(operands) - carried :]
         return Looped(body, *parts, [], eqn.params[names.PARAM_COND_JAXPR], operands[:start])
     return None
+
+
+def scan_of(eqn: Any, operands: Sequence[Any]) -> Looped:
+    constants, carried = scan_sizes(eqn)
+    end = constants + carried
+    parts = map(list, (operands[:constants], operands[constants:end], operands[end:]))
+    return Looped(eqn.params[names.PARAM_JAXPR], *parts)
+
+
+def repeated(
+    loop: Looped, turn: Callable[[list[Any]], list[Any]], join: Callable[[Any, Any], Any]
+) -> tuple[list[Any], list[Any]]:
+    """What holds in every turn of a loop: for what is carried, before and after any number of
+    turns, and for the results of a turn. `turn` gives the results from what the body is given, and
+    `join` says what holds for two values that may be the same one.
+    """
+    carry = loop.carry
+    while True:
+        results = turn([*loop.constants, *carry, *loop.slices])
+        # A body also returns slices.
+        after = list(map(join, carry, results))
+        if after == carry:
+            return carry, results
+        carry = after
 
 
 def with_equations(program: Any, change: Callable[[Any], Any]) -> Any:
@@ -139,7 +220,27 @@ def in_place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+Rule = Callable[[Any, list[Any]], Sequence[Any]]
+
+
+def followed(
+    program: Any, given: Sequence[Any], rule: Rule, others: Callable[[Any], Any]
+) -> list[Any]:
+    """The one walk through a jaxpr from top to bottom: what stands for its results, if `given`
+    stands for its arguments. `rule` is called with each equation and what stands for its operands,
+    and returns what stands for its results. `others` gives that for literals, and for constants.
+    """
+    jaxpr = opened(program)
+    values = dict(zip(jaxpr.invars, given, strict=True))
+
+    def read(x: Any) -> Any:
+        # Literals can't be hashed.
+        return others(x) if isinstance(x, Literal) or x not in values else values[x]
+
+    for eqn in jaxpr.eqns:
+        results = rule(eqn, list(map(read, eqn.invars)))
+        values.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def interpret(
@@ -153,17 +254,25 @@ def interpret(
     `rule` calls an equation. It gets what it has returned for earlier equations, so the values may
     be of any type.
     """
-    jaxpr = opened(program)
     consts: Sequence[Any] = getattr(program, "consts", ()) if constants is None else constants
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    of_constant = dict(zip(opened(program).constvars, consts, strict=True))
 
-    def read(x: Any) -> Any:
-        return x.val if hasattr(x, "val") else values[x]
-
-    for eqn in jaxpr.eqns:
+    def call(eqn: Any, args: list[Any]) -> Sequence[Any]:
         with in_place_of(eqn):
-            values.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, jaxpr.outvars))
+            return rule(eqn, args)
+
+    def other(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else of_constant[x]
+
+    return followed(program, args, call, other)
+
+
+def at_shardings(
+    xs: Sequence[Any], shardings: Sequence[Any], constrain: Any = jax.lax.with_sharding_constraint
+) -> list[Any]:
+    """The arguments or results of a `jit` where it asks for them; some are left alone."""
+    pairs = zip(xs, shardings, strict=True)
+    return [constrain(x, s) if isinstance(s, jax.sharding.Sharding) else x for x, s in pairs]
 
 
 def checkpointed(eqn: Any, run: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -172,10 +281,24 @@ def checkpointed(eqn: Any, run: Callable[..., Any], args: Sequence[Any]) -> Any:
     return jax.checkpoint(run, **options)(*args)
 
 
-def scanned(eqn: Any, turn: Callable[..., Any], carry: Any, xs: Any) -> Any:
-    """Calls `turn` in place of what a `jax.lax.scan` calls."""
+def scanned(
+    eqn: Any, loop: Looped, turn: Callable[[Any, list[Any]], tuple[Any, list[Any], Any]], state: Any
+) -> tuple[Any, list[Any], Any]:
+    """Calls `turn` in place of the body of a `jax.lax.scan`, with a state and what the body is
+    given. It returns the next state, the body's results, and further values. Returns the last
+    state, the results of the scan, and the further values of all turns.
+    """
+    carried = len(loop.carry)
+
+    def one(state_and_carry: Any, slices: list[Any]) -> Any:
+        state, carry = state_and_carry
+        state, results, further = turn(state, [*loop.constants, *carry, *slices])
+        return (state, results[:carried]), (results[carried:], further)
+
     keys = (names.PARAM_LENGTH, names.PARAM_REVERSE, names.PARAM_UNROLL)
-    return jax.lax.scan(turn, carry, xs, **{key: eqn.params[key] for key in keys})
+    options = {key: eqn.params[key] for key in keys}
+    (state, carry), (ys, further) = jax.lax.scan(one, (state, loop.carry), loop.slices, **options)
+    return state, [*carry, *ys], further
 
 
 def line_of(eqn: Any) -> str:

@@ -6,6 +6,7 @@ python tests/rooms.py --write    puts it into CONTRIBUTING.md
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,16 +35,17 @@ ORDER = (
     "_lowered",
     "_advice",
     "_audit",
+    "_measured",
     "_show",
     "_transfer",
     "_links",
     "_processes",
     "rules",
     "_kernels",
+    "_dims",
     "_placement",
     "_belongs",
     "_tree",
-    "_dims",
     "_products",
     "_programs",
     "machines",
@@ -178,6 +180,20 @@ def drawing() -> str:
         uses = ", ".join(f"`{other}`" for other in ORDER if other in used[room])
         lines.append(f"| `{room}` | {_about(room)} | {uses} |")
     return "\n".join(lines) + "\n"
+
+
+def defined_twice(source: str) -> list[str]:
+    """The functions, classes and values of a module that a later definition replaces."""
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_overload = "overload" in map(ast.unparse, node.decorator_list)
+            names += [] if is_overload else [node.name]
+        elif isinstance(node, ast.Assign):
+            names += [x.id for x in node.targets if isinstance(x, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _about(room: str) -> str:

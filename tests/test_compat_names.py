@@ -505,7 +505,7 @@ ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 KINDS = tuple(
     f"{kind}_"
-    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
+    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED PROFILE SCOPE STACK TEXT".split()
 )
 
 
@@ -977,3 +977,35 @@ def test_operations_that_fill_arrays():
 
     text = jax.jit(fun).lower(jax.ShapeDtypeStruct((8,), np.float32)).as_text()
     assert all(name in text for name in names.MLIR_FILLED)
+
+
+def test_what_a_profile_is_made_of(tmp_path):
+    """Of CPUs. Those of GPUs and TPUs are from public descriptions."""
+    x = jax.device_put(X, SHARDED)
+    f = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(AUTO, P())).lower(x).compile()
+    f(x).block_until_ready()
+    with jax.profiler.trace(tmp_path):
+        f(x).block_until_ready()
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    with warnings.catch_warnings():
+        # On Python 3.13, of the extension module's own type.
+        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
+        planes = [*jax.profiler.ProfileData.from_file(str(file)).planes]
+        (host,) = (plane for plane in planes if plane.name == names.PROFILE_HOST_PLANE)
+        lines = {line.name: [(e.name, dict(e.stats)) for e in line.events] for line in host.lines}
+    assert names.PROFILE_PYTHON_LINE in lines, advice("PROFILE_PYTHON_LINE")
+    events = [event for line in lines.values() for event in line]
+    stats = [stats for _, stats in events if names.PROFILE_HLO_OP in stats]
+    wanted = listed("PROFILE_") | {}
+    for name in ("HLO_OP", "HLO_MODULE", "PROGRAM_ID", "RUN_ID", "DEVICE_ORDINAL", "PRODUCER"):
+        constant = wanted.pop(f"PROFILE_{name}")
+        assert stats and all(constant in each for each in stats), advice(f"PROFILE_{name}")
+    assert {each[names.PROFILE_DEVICE_ORDINAL] for each in stats} == set(range(8))
+    ends = [x for name, x in events if name.startswith(names.PROFILE_END_OF_EVENT)]
+    numbers = {each[names.PROFILE_PRODUCER] for each in stats}
+    assert numbers <= {x.get(names.PROFILE_CONSUMER) for x in ends}, advice("PROFILE_CONSUMER")
+    assert not any(re.fullmatch(names.PROFILE_DEVICE_PLANE, plane.name) for plane in planes)
+    of_cpus = {"HOST_PLANE", "PYTHON_LINE", "END_OF_EVENT", "CONSUMER"}
+    assert {x.removeprefix("PROFILE_") for x in wanted} - of_cpus == {
+        "DEVICE_PLANE", "MODULES_LINE", "STREAM_LINE", "OPS_LINE", "ASYNC_LINE", "COMMAND_BUFFER",
+    }  # fmt: skip

@@ -53,6 +53,15 @@ def test_what_a_long_function_is():
     assert rooms.long_functions(f"{short}    return x\n") == ["f"]
 
 
+def test_no_name_is_defined_twice():
+    """The first definition would be lost: of two tests with one name only the second runs."""
+    assert rooms.defined_twice("def f(): ...\nx = 1\n\ndef f(): ...\nx: int = 2") == ["f", "x"]
+    folders = (rooms.PACKAGE, rooms.ROOT / "tests", rooms.ROOT / "benchmarks", rooms.ROOT / "tools")
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    twice = {path.name: rooms.defined_twice(path.read_text()) for path in files}
+    assert {name: found for name, found in twice.items() if found} == {}
+
+
 def test_the_drawing_is_current():
     page = rooms.PAGE.read_text()
     assert rooms.page_with(rooms.drawing()) == page, "run python tests/rooms.py --write"

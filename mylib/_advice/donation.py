@@ -1,4 +1,4 @@
-"""Warns of donated arrays that could not be reused, and of a model that is kept for nothing."""
+"""Warns of donated arrays that could not be reused, and of an old model that could be donated."""
 
 from collections.abc import Callable, Sequence
 from itertools import compress

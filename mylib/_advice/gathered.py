@@ -7,16 +7,14 @@ from typing import Any
 
 import jax
 
-from .._compat import lines_of, names, opened
+from .._compat import lines_of
 from .._errors import AuditError, ReplicatedWarning, warn
-from .._programs import all_equations, jaxprs_in, optimiser_of
+from .._programs import all_equations, optimiser_of, products_of_optimisers
 from .._text import counted, show_bytes, some
 from .replicated import NewProgram
 
 # A step that sends less than this for it is not slow.
 _LITTLE = 2**20
-# What leaves a matrix the same one.
-_AS_IT_IS = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
 
 
 def about_gathered(new: NewProgram) -> bool:
@@ -28,9 +26,9 @@ def about_gathered(new: NewProgram) -> bool:
     if held.keys().isdisjoint(_sharded(new.returned)):
         return False
     traced, lowered = new.find()
-    squares = _Squares()
-    squares.look_at(traced.jaxpr)
-    sides = squares.found & {*held}
+    products = products_of_optimisers(traced.jaxpr)
+    squares = {_sides(x.eqn.invars[0].aval.shape) for x in products if x.is_square}
+    sides = squares & {*held}
     if not sides:
         return False
     whole = [i for x in sides for i in held[x]]
@@ -62,46 +60,6 @@ def _sharded(arrays: Sequence[Any]) -> dict[tuple[int, ...], list[int]]:
 
 def _sides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(shape[-2:]))
-
-
-class _Squares:
-    """Finds the sides of matrices that an optimiser multiplies by themselves, as Newton-Schulz and
-    Shampoo's statistics do. What is inside of `shard_map` has whole matrices.
-    """
-
-    def __init__(self):
-        self.found: set[tuple[int, ...]] = set()
-        # The equations around the one that is looked at. In a loop JAX doesn't know which function
-        # has called the loop.
-        self._around: list[Any] = []
-
-    def look_at(self, program: Any, operands: Sequence[Any] | None = None) -> list[Any]:
-        """`operands` are numbers for the values that it is given, equal for equal matrices. Returns
-        those of its results.
-        """
-        jaxpr = opened(program)
-        given = map(id, jaxpr.invars) if operands is None else operands
-        # By the ids of variables, as literals can't be hashed.
-        numbers = dict(zip(map(id, jaxpr.invars), given, strict=True))
-        for eqn in jaxpr.eqns:
-            values = [numbers.get(id(x), id(x)) for x in eqn.invars]
-            numbers.update(zip(map(id, eqn.outvars), self._through(eqn, values), strict=False))
-        return [numbers.get(id(x), id(x)) for x in jaxpr.outvars]
-
-    def _through(self, eqn: Any, values: list[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if name in _AS_IT_IS:
-            return values
-        if name == names.DOT and values[0] == values[1]:
-            if any(map(optimiser_of, [*self._around, eqn])):
-                self.found.add(_sides(eqn.invars[0].aval.shape))
-            return []
-        if name == names.SHARD_MAP or name in names.KERNELS:
-            return []
-        self._around.append(eqn)
-        results = [self.look_at(x, values if name == names.JIT else None) for x in jaxprs_in(eqn)]
-        self._around.pop()
-        return results[0] if name == names.JIT else []
 
 
 def _lines_of_optimisers(program: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from .._tree import Outline
 
 # After this many new trees of arguments in a row that differ only in Python numbers.
 _IN_A_ROW = 10
-# If so many numbers change at once they are those of a list, such as a batch.
+# If this many numbers change at once, they belong to a list, such as a batch.
 _MANY = 32
 
 
@@ -29,7 +29,7 @@ class ChangingNumbers:
         name: str,
         find_names: Callable[[], Sequence[str]],
     ) -> None:
-        """Takes note of a new tree, after that of the call before, and warns if it is time."""
+        """Compares a new tree with that of the call before, and warns after several of them."""
         row = self._row
         if row is None:
             return

@@ -9,11 +9,11 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._compat import names, scan_sizes
+from .._compat import names
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
-from .._programs import all_equations, line_of
+from .._programs import all_equations, line_of, scan_of
 from .._text import some
 from .._tree import Arrays
 
@@ -117,11 +117,12 @@ def _loop_over(program: Any, rows: dict[int, int]) -> tuple[str, int] | None:
     for eqn in all_equations(program):
         if eqn.primitive.name != names.SCAN:
             continue
-        shapes = [x.aval.shape for x in eqn.invars[sum(scan_sizes(eqn)) :]]
+        loop = scan_of(eqn, eqn.invars)
+        shapes = [x.aval.shape for x in loop.slices]
         over = next((n for n in rows if any(_has_rows(shape, n) for shape in shapes)), None)
         if over is None:
             continue
-        work = products_in(eqn.params[names.PARAM_JAXPR], each_turn=False)
+        work = products_in(loop.body, each_turn=False)
         if work is not None and work.products:
             return line_of(eqn), rows[over]
     return None

@@ -7,7 +7,7 @@ from .attribution import (
 )
 from .audit import audit as audit, report_of as report_of
 from .groups import Groups as Groups, MeshAxes as MeshAxes, axis_of as axis_of
-from .hlo import HloModule as HloModule
+from .hlo import Array as Array, HloModule as HloModule
 from .links import Message as Message, seconds as seconds
 from .memory import memory_of as memory_of
 from .report import (
@@ -16,6 +16,9 @@ from .report import (
     Parameter as Parameter,
     Report as Report,
     bytes_of as bytes_of,
+    folded_names as folded_names,
+    no_mesh as no_mesh,
+    size_of as size_of,
     sums_each_turn as sums_each_turn,
     times_of as times_of,
     what_of as what_of,

@@ -26,6 +26,7 @@ def read(
     written elsewhere, or before lines were inserted above it. Such a one is compiled again.
     """
     module = HloModule(compiled.as_text() or "")
+    # Without a cache it has been compiled from what is here.
     if lowered is None or compilation_cache() is None:
         return compiled, module
     written = set(_LOCATION.findall(lowered.as_text(debug_info=True) or ""))

@@ -31,7 +31,10 @@ _TRANSFORMATIONS = {
     jax_names.STACK_TRANSPOSE,
     jax_names.STACK_VMAP,
 }
-_FAR = 2000  # the most instructions that are looked at
+# The most instructions that are looked at. Programs of large models have many thousands, and each
+# of their collectives begins such a search.
+_FAR = 2000
+_NEAR = 4  # the most users whose line an instruction may have
 
 # The phase of what doesn't say where it is from.
 UNKNOWN = "unknown"
@@ -45,8 +48,11 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     doesn't contain them.
     """
     named, primitive = _origin_names(x), own_primitive_of(x)
+    # The partitioner inserts some under the name of a collective that the function calls.
     generated = 'is_spmd_generated="true"' in x.text
     written = re.sub(r"_(start|done)$", "", primitive) in jax_names.COLLECTIVES and not generated
+    # An inserted one has often no name, or only that of a loop around it. What it is for is known
+    # of its user; of a gradient's sum, which only the result uses, of what it is given.
     informed = x if named and primitive not in jax_names.STRUCTURE else next(_informed_users(x), x)
     if not _origin_names(informed):
         informed = _informed_input(x)
@@ -104,6 +110,14 @@ def origin(x: Instruction) -> tuple[str, str, str]:
     return source_of(informed), own_primitive_of(informed), phase_of(_origin_names(informed))
 
 
+def place_of(x: Instruction) -> tuple[str, str, str]:
+    """The scope, the pass and the line of an instruction, or of the nearest one that has them."""
+    near = [x, *islice(_informed_users(x), _NEAR), _informed_input(x)]
+    names = next(filter(None, map(_origin_names, near)), [])
+    source = next(filter(None, map(source_of, near)), "")
+    return _scope(names[0] if names else ""), phase_of(names), source
+
+
 def primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, or of the nearest one that has one."""
     return own_primitive_of(x) or own_primitive_of(next(_informed_users(x), x))
@@ -128,6 +142,7 @@ def phase_of(names: Sequence[str]) -> str:
     """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated; `UNKNOWN`
     without names, or if they tell of a transformation that isn't known.
     """
+    # Before the others: what is recomputed is inside the backward pass.
     if any(jax_names.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
@@ -183,6 +198,7 @@ def _arrays(x: Instruction) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
     over another axis.
     """
+    # The other operands of a ragged one are the result's memory, and where rows begin.
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for made_by in islice(behind(operands, _moved_by), _FAR):
         if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._compat import is_filter_jit, without_dead_code
 from .._errors import AuditError
@@ -19,6 +19,7 @@ from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import MeshAxes, axes_in
 from .hlo import Array, HloModule
+from .joined import instructions_of
 from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
@@ -98,7 +99,7 @@ def audit(
         )
     if lowered is not None:
         program = lowered.compile()
-    if hasattr(program, "audit"):
+    if hasattr(program, "audit"):  # one of ours knows its arguments' names, and its mesh
         return program.audit(mesh=mesh, local=local)
     text_or_compiled = getattr(program, "compiled", program)
     if not isinstance(text_or_compiled, str | jax.stages.Compiled):
@@ -119,23 +120,17 @@ def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]
     leaves = jtu.tree_flatten_with_path(tree)[0]
     paths = [path for path, x in leaves if is_array(x, abstract=True)]
     donated = _donated(fun, bound.args[:1], arrays)
-    given: list[Any] = [x if gives else None for x, gives in zip(arrays, donated, strict=True)]
-    spared: list[Any] = [None if gives else x for x, gives in zip(arrays, donated, strict=True)]
 
-    def called(given: list[Any], spared: list[Any]) -> tuple[Made]:
-        arrays = [y if x is None else x for x, y in zip(given, spared, strict=True)]
+    def called(*arrays: Any) -> tuple[Made]:
         function, bound.arguments = rest.fill(arrays)
         # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
         return (Made.of(function(*bound.args, **bound.kwargs)),)
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-    name_of = {
-        f"{'given' if gives else 'spared'}[{i}]": _called(path)
-        for i, (path, gives) in enumerate(zip(paths, donated, strict=True))
-    }
-    traced = jax.jit(called, donate_argnums=0).trace(given, spared)
-    return traced, lambda name: name_of.get(name, name)
+    name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
+    given = [i for i, gives in enumerate(donated) if gives]
+    return jax.jit(called, donate_argnums=given).trace(*arrays), lambda x: name_of.get(x, x)
 
 
 def _donated(fun: Any, first: Any, arrays: Sequence[Any]) -> list[bool]:
@@ -154,7 +149,7 @@ def _called(path: Any) -> str:
 
 
 def _meshes_of(compiled: jax.stages.Compiled | None) -> list[AnyMesh]:
-    """Those of a program's arguments and results, and the one in force."""
+    """The meshes of a program's arguments and results, and the one in force."""
     shardings: list[Any] = []
     if compiled is not None:
         shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))
@@ -188,9 +183,10 @@ def report_of(
             f"the program runs on {module.devices} devices, and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}"
         )
+    # Meshes of the program's arrays come first: those in its text may have the compiler's names.
     candidates = candidates or [x for x in axes_in(module.text) if x.size == module.devices]
     sent = transfers(module, frozenset(local))
-    flow = Flow(module, sent)
+    flow = Flow(module, sent, _devices_of(meshes, module.devices))
     parameters = _parameters(module, names, compiled)
     work = work_of(module, sent)
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
@@ -208,6 +204,13 @@ def report_of(
     )
 
 
+def _devices_of(meshes: Sequence[AnyMesh], count: int) -> tuple[int, ...]:
+    """The numbers of a program's devices, in its order: that of its mesh."""
+    known = (mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.size == count)
+    mesh = next(known, None)
+    return tuple(range(count)) if mesh is None else tuple(mesh.device_ids.ravel().tolist())
+
+
 def _share(work: Work, traced: Any, devices: int) -> float | None:
     """The part of a traced program's products that each device computes. Unknown if the compiled
     program has fewer than the traced one, on all devices together: then the compiler has merged
@@ -219,6 +222,7 @@ def _share(work: Work, traced: Any, devices: int) -> float | None:
     if total is None or not total.products or total.factors:
         return None
     share = sum(work.flops.values()) / (2 * total.products)
+    # A guess: less than 2 % may be missing, such as products that the compiler has simplified.
     return share if share * devices > 0.98 else None
 
 
@@ -290,6 +294,7 @@ def _collective(
         devices=transfer.groups.shape[1],
         spelling=", ".join(filter(None, (transfer.spelling, again))),
         branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
+        instructions=instructions_of(flow.windows[number]),
         **origin_of(x, names),
     )
 

@@ -6,11 +6,11 @@ taken, or all of them summed; whether that is so is known as long as it is known
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .._errors import AuditError
-from .hlo import Array, Instruction
+from .hlo import Array, Instruction, numbers
 
 
 class At(NamedTuple):
@@ -22,9 +22,13 @@ class At(NamedTuple):
     stride: int
     blocks: int
 
+    def along(self, dims: Mapping[int, int]) -> "At | None":
+        """Where they are after a move of these dimensions, without others."""
+        return self._replace(dim=dims[self.dim]) if self.dim in dims else None
 
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
+    def beside(self, dim: int) -> "At | None":
+        """Where they are after something that takes apart this dimension."""
+        return None if self.dim == dim else self
 
 
 def after_move(x: Instruction, at: At) -> At | None:
@@ -45,6 +49,7 @@ def after_move(x: Instruction, at: At) -> At | None:
 
 
 def _reshaped(before: Sequence[int], after: Sequence[int], at: At) -> At | None:
+    # In elements of the flat array; then the innermost dimension in which they are whole steps.
     stride = at.stride * math.prod(before[at.dim + 1 :])
     for dim in reversed(range(len(after))):
         inner = math.prod(after[dim + 1 :])
@@ -60,31 +65,15 @@ def _order(array: Array) -> list[int]:
 
 
 def _bitcast(before: Array, after: Array, at: At) -> At | None:
+    # It is a reshape of what lies in memory.
     old, new = _order(before), _order(after)
     shapes = [before.shape[i] for i in old], [after.shape[i] for i in new]
     moved = _reshaped(*shapes, at._replace(dim=old.index(at.dim)))
     return moved and moved._replace(dim=new[moved.dim])
 
 
-def after_reduce(x: Instruction, at: At) -> At | None:
-    """Where they are after a reduction; None if it is over the blocks."""
-    reduced = x.dims()
-    if at.dim in reduced:
-        return None
-    return at._replace(dim=at.dim - sum(dim < at.dim for dim in reduced))
-
-
-def sliced(x: Instruction, at: At) -> range | None:
-    """The indices along the blocks' dimension that a slice takes."""
-    bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", x.attribute("slice"))
-    if len(bounds) <= at.dim:
-        return None
-    first, last, step = bounds[at.dim]
-    return range(int(first), int(last), int(step or 1))
-
-
 def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
-    """Of the two factors the dimensions of the batch, and those that are contracted."""
+    """The batch dimensions of the two factors, and the contracted ones."""
     kinds = ("lhs_batch", "rhs_batch", "lhs_contracting", "rhs_contracting")
     if not x.target:
         return tuple(numbers(x.attributes.get(f"{kind}_dims", "")) for kind in kinds)
@@ -94,35 +83,41 @@ def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
     return tuple(numbers(match[1]) if match else [] for match in found)
 
 
-def _of_dot(x: Instruction) -> list[tuple[Sequence[int], dict[int, int]]]:
+def labels_of(x: Instruction) -> list[str]:
+    """What the dimensions of a convolution's input, kernel and result are."""
+    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
+    if labels is None:
+        raise AuditError(f"the dim_labels of {x} are not understood")
+    return [*labels.groups()]
+
+
+# Of a factor the dimensions that are summed over, and where the others are in the product.
+_Factor = tuple[Sequence[int], dict[int, int]]
+
+
+def _of_dot(x: Instruction) -> Iterator[_Factor]:
     *batches, lhs, rhs = factors_of(x)
-    ranks = [len(y.arrays[0].shape) for y in x.inputs()[:2]]
     first = len(batches[0])
-    found: list[tuple[Sequence[int], dict[int, int]]] = []
-    for batch, contracted, rank in zip(batches, (lhs, rhs), ranks, strict=True):
-        free = [dim for dim in range(rank) if dim not in {*batch, *contracted}]
-        places = {dim: first + i for i, dim in enumerate(free)}
-        found.append((contracted, {dim: i for i, dim in enumerate(batch)} | places))
+    for y, batch, contracted in zip(x.inputs()[:2], batches, (lhs, rhs), strict=True):
+        free = [dim for dim in range(len(y.arrays[0].shape)) if dim not in {*batch, *contracted}]
+        places = {dim: i for i, dim in enumerate(batch)}
+        yield contracted, places | {dim: first + i for i, dim in enumerate(free)}
         first += len(free)
-    return found
 
 
-def _of_convolution(x: Instruction) -> list[tuple[Sequence[int], dict[int, int]]]:
+def _of_convolution(x: Instruction) -> Iterator[_Factor]:
     """Without the dimensions of the window."""
-    lhs, rhs, out = re.split("_|->", x.attribute("dim_labels"))
-    return [
-        ([lhs.index("f")], {lhs.index("b"): out.index("b")}),
-        ([rhs.index("i")], {rhs.index("o"): out.index("f")}),
-    ]
+    lhs, rhs, out = labels_of(x)
+    yield [lhs.index("f")], {lhs.index("b"): out.index("b")}
+    yield [rhs.index("i")], {rhs.index("o"): out.index("f")}
 
 
-def after_product(x: Instruction, operand: int, at: At) -> At | bool | None:
-    """Where they are in a product, whose factor this `operand` is: True if it sums over them. None
-    if that is unknown.
+def after_product(x: Instruction, operand: int, at: At) -> At | None:
+    """Where they are in a product, whose factor this `operand` is: in no dimension (-1) if it sums
+    over them. None if that is unknown.
     """
     if operand > 1 or x.row.count not in ("dot", "convolution", "gemm") or "conv" in x.target:
         return None
-    contracted, free = (_of_convolution if x.does == "convolution" else _of_dot)(x)[operand]
-    if at.dim in contracted:
-        return True
-    return at._replace(dim=free[at.dim]) if at.dim in free else None
+    factors = [*(_of_convolution if x.does == "convolution" else _of_dot)(x)]
+    contracted, free = factors[operand]
+    return At(-1, 1, at.blocks) if at.dim in contracted else at.along(free)

@@ -76,22 +76,20 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     runs = runs_of(module)
     single: list[Transfer] = []
     started: set[tuple[str, str | None]] = set()
-    repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
-    for name, computation in module.computations.items():
-        for x in computation.instructions:
-            kind = _kind(x, local)
-            if kind is None:
-                continue
-            if name not in runs:
-                raise AuditError(f"{x} moves data between devices for each pair of elements")
-            key = kind, x.attributes.get("channel_id")
-            if _goes_on(x):
-                repeated.append((x, key))
-                continue
-            started.add(key)
-            single += _transfers(kind, x, runs[name], module.devices)
-    for x, key in repeated:
-        if key not in started:
+    repeated: list[Instruction] = []
+    for x in module.instructions():
+        kind, name = _kind(x, local), x.computation.name
+        if kind is None:
+            continue
+        if name not in runs:
+            raise AuditError(f"{x} moves data between devices for each pair of elements")
+        if _goes_on(x):
+            repeated.append(x)
+            continue
+        started.add(x.channel)
+        single += _transfers(kind, x, runs[name], module.devices)
+    for x in repeated:
+        if x.channel not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
     return chained(single)
 
@@ -125,7 +123,7 @@ def _goes_on(x: Instruction) -> bool:
     """Whether this repeats a collective that another instruction has started. The TPU's compiler
     writes it into each fusion that runs in the meantime.
     """
-    if not x.operands or not any(c.opcode == "fusion" for c in x.computation.callers):
+    if not x.operands or not x.computation.fusions:
         return False
     copies = unchanged(Value(x.operand(0)))
     return any(value.made_by.row.window == "start" for value in copies)
@@ -137,6 +135,7 @@ def _transfers(
     groups = _groups(kind, x, devices)
     if (groups == groups[:, :1]).all():
         return  # each device alone
+    # What `send` returns is a context and a token, too; of a reduce-scatter the operand tells more.
     arrays = tuple(done_of(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
     if x.form == "start" and done_of(x) is x:
         raise AuditError(f"nothing waits for {x}")
@@ -145,28 +144,24 @@ def _transfers(
 
     asynchronous = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
     asynchronous = asynchronous or _is_started_by_fusion(x)
-    per_group = groups.shape[1]
-    elements = _elements(done_of(x), len(arrays))
-    results = tuple(y for several in elements for y in several)
-    sent = wire_bytes(kind, sum(array.bytes for array in arrays), per_group)
-    numbers = tuple(range(len(arrays)))
-    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", asynchronous, results, numbers)
-    if kind != "all-reduce":
-        yield transfer
-        return
     # A combined all-reduce is split up: gradients may be sharded, and the loss not.
+    elements = _elements(done_of(x), len(arrays))
     by_use: dict[bool | None, list[int]] = {}
     for i, users in enumerate(elements):
-        by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
+        fused = _is_scattered(x, users, groups) if kind == "all-reduce" else None
+        by_use.setdefault(fused, []).append(i)
     for fused, indices in by_use.items():
         part = tuple(arrays[i] for i in indices)
-        sent_as = "reduce-scatter" if fused else "all-reduce"
-        yield replace(
-            transfer,
-            kind="all-reduce" if fused is None else "reduce-scatter",
+        sent_as = "reduce-scatter" if fused else kind
+        yield Transfer(
+            kind=kind if fused is None else "reduce-scatter",
+            first=x,
+            runs=runs,
+            groups=groups,
             arrays=part,
-            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in part), per_group),
+            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in part), groups.shape[1]),
             spelling=_SPELLINGS[fused],
+            asynchronous=asynchronous,
             results=tuple(y for i in indices for y in elements[i]),
             elements=tuple(indices),
         )
@@ -196,13 +191,14 @@ def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
     for body, steps in by_body.items():
         match = _WINDOWED.search(body.name)
         if match is None or len(body.callers) != 1:
-            continue
+            continue  # permutations of the function's own, which are told as they are
         (loop,) = body.callers
         near = [t for t in by_body.get(loop.computation, ()) if _touches(t, loop)]
         members, turns = [*near, *steps], trips(loop)
         if not turns or any(t.times is None for t in members):
             continue
         sent = len(near) + turns * len(steps)
+        # One before or behind the loop is a turn that is peeled off, or sends the last part home.
         whole = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
         if whole is not None:
             yield replace(
@@ -220,7 +216,7 @@ def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
 def _as_one(
     members: Sequence[Transfer], like: Transfer, kind: str, sent: int, steps: int
 ) -> Transfer | None:
-    """Permutations as one collective of this kind, which sends so many parts in so many steps; None
+    """Permutations as one collective of this kind, which sends `sent` parts in `steps` steps; None
     if they don't go round rings of all devices in equal parts.
     """
     rings = rings_of(like.groups)
@@ -245,6 +241,7 @@ def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
         if not members or any(steps[i].bytes != members[-1].bytes for i in ring):
             continue
         whole = _as_one(members, members[-1], "reduce-scatter", len(members), len(ring))
+        # A step less than devices, or one more that brings the sum to its own device.
         if whole is not None and abs(len(ring) - whole.groups.shape[1]) <= 1:
             seen.update(ring)
             yield replace(whole, ends=(end,))
@@ -273,18 +270,14 @@ def wire_bytes(kind: str, size: int, devices: int) -> int:
 
 
 def _groups(kind: str, x: Instruction, devices: int) -> Groups:
-    if kind == "collective-permute":
-        return pairs_of(_pairs(x), devices)
-    return groups_of(x.attribute("replica_groups"), devices)
-
-
-def _pairs(x: Instruction) -> str:
+    if kind != "collective-permute":
+        return groups_of(x.attribute("replica_groups"), devices)
     if x.does == "collective-permute":
-        return x.attribute("source_target_pairs")
+        return pairs_of(x.attribute("source_target_pairs"), devices)
     match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.text)
     if match is None:
         raise AuditError(f"{x} doesn't say which devices it moves data between")
-    return match[1]
+    return pairs_of(match[1], devices)
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
@@ -309,8 +302,9 @@ def _is_scattered(x: Instruction, elements: list[Instruction], groups: Groups) -
     ends = [end for element in elements for end in _ends(element)]
     if not ends or not all(_takes_share(end, whole, groups) for whole, end in ends):
         return None
+    # Compilers send such a fusion as a reduce-scatter; the two apart as an all-reduce.
     fused = all(end.computation is x.computation for _, end in ends)
-    return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
+    return fused and bool(x.computation.fusions)
 
 
 def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
@@ -318,9 +312,8 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
     queue = [x]
     for value in queue:
         if value.is_root:
-            fused = [y for y in value.computation.callers if y.opcode == "fusion"]
-            queue += fused
-            if not fused:
+            queue += value.computation.fusions
+            if not value.computation.fusions:
                 yield value, value
         for user in value.users:
             if user.row.like >= Likeness.ELEMENTS and not user.target:
@@ -335,21 +328,22 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """Whether the devices of a group take parts of an array, all that there are. Each part may be
     taken by several of them: by those of other axes.
     """
-    if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
+    if not _takes_own_part(x, whole):
         return False
     (part,), (array,) = x.arrays, whole.arrays
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
     if any(start is None for start in starts):
         # The place may be in a table, and those of more than ten devices are not in the text.
-        evenly = array.size == part.size * groups.shape[1]
-        return evenly and any(map(_depends_on_device, x.inputs()[1:]))
+        return array.size == part.size * groups.shape[1]
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
     parts = {len(np.unique(each, axis=0)) for each in where}
     return len(parts) == 1 and 1 < min(parts) == array.size / part.size
 
 
-def _depends_on_device(x: Instruction) -> bool:
-    return any(y.row.of_device for y in behind([x], inputs_here))
+def _takes_own_part(x: Instruction, whole: Instruction) -> bool:
+    """Whether a device takes a part of an array, at a place that depends on the device."""
+    is_part = x.opcode == "dynamic-slice" and x.operands[0] == whole.name
+    return is_part and any(y.row.of_device for y in behind(x.inputs()[1:], inputs_here))
 
 
 def is_split_again(transfer: Transfer) -> bool:
@@ -360,12 +354,7 @@ def is_split_again(transfer: Transfer) -> bool:
     if transfer.kind != "all-gather":
         return False
     ends = [end for result in transfer.results for end in _ends(result)]
-    return bool(ends) and all(
-        x.opcode == "dynamic-slice"
-        and x.operands[0] == whole.name
-        and any(map(_depends_on_device, x.inputs()[1:]))
-        for whole, x in ends
-    )
+    return bool(ends) and all(_takes_own_part(x, whole) for whole, x in ends)
 
 
 def is_overlapped(transfer: Transfer) -> bool:
@@ -387,6 +376,7 @@ def is_overlapped(transfer: Transfer) -> bool:
         )
     if done is x:  # its whole computation runs beside others
         return True
+    # Products, fusions and loops. What only moves or names a value takes too little time.
     order = x.computation.instructions
     between = order[order.index(x) + 1 : order.index(done)]
     return any(other.row.works and not other.waits for other in between)

@@ -6,10 +6,10 @@ collective on what is given to it. So the program becomes a small graph of argum
 and results, which `flow.py` reads.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,32 +20,40 @@ from .collectives import Transfer
 from .hlo import HloModule, Instruction
 from .opcodes import Likeness
 from .positions import positions
-from .values import done_of
-from .walk import Walk, shaped
+from .walk import Walk, each, flat, shaped
 
 
 class Mark(NamedTuple):
     """Sets of sources that a value depends on: `any` has all of them, `near` those that it combines
-    element by element, and `product` those behind a product of the model or a kernel.
+    element by element, and `product` those behind a product of the model or a kernel. `row`: the
+    arrays that are concatenated into this one of one dimension, and where each ends. The GPU's
+    compiler sums several gradients in this way.
     """
 
     any: int = 0
     near: int = 0
     product: int = 0
+    row: "tuple[tuple[int, Mark], ...]" = ()
+
+    def __or__(self, other: "Mark") -> "Mark":
+        """Either of two values, or what is computed from both."""
+        if self == other:
+            return self
+        masks = self.any | other.any, self.near | other.near, self.product | other.product
+        if [end for end, _ in self.row] != [end for end, _ in other.row]:
+            return Mark(*masks)
+        row = zip(self.row, other.row, strict=True)
+        return Mark(*masks, tuple((end, a | b) for (end, a), (_, b) in row))
+
+    def parts(self) -> "Iterator[tuple[tuple[int, int], Mark]]":
+        """The arrays of a row, and from where to where each is in it."""
+        starts = [0, *(end for end, _ in self.row)]
+        return (((start, end), m) for start, (end, m) in zip(starts, self.row, strict=False))
 
 
 # A mark, or a tuple of these.
 Marks = Any
 NOTHING = Mark()
-
-
-class Concatenated(NamedTuple):
-    """Arrays that are concatenated into one of one dimension, and where each ends. The GPU's
-    compiler sums several gradients in this way.
-    """
-
-    ends: tuple[int, ...]
-    marks: tuple[Mark, ...]
 
 
 class Source(NamedTuple):
@@ -112,7 +120,7 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
     )
     walk.graph.made = walk.source(Source("made")).any
     result = walk.run(module.entry, parameters)
-    results = [result] if isinstance(result, Mark | Concatenated) else result
+    results = result if type(result) is tuple else (result,)
     walk.graph.results = [joined([value]) for value in results]
     return walk.graph
 
@@ -124,13 +132,10 @@ class _Marking(Walk):
         super().__init__(transfers)
         self.devices = devices
         self.graph = Graph()
-        # Where sums that are chains end, and what marks them.
-        self.ends = {id(x): i for i, whole in enumerate(transfers) for x in whole.ends}
         self.rings = 0
         # Instructions that depend on the device alone, and the sources that do.
         self.of_device: dict[int, Mark | None] = {}
         self.numbers = 0
-        self.depth = 0
         # If the program is differentiated, products without a phase are those of an optimiser.
         phases = phases_in(module)
         self.phased = not phases <= {"", UNKNOWN}
@@ -144,14 +149,12 @@ class _Marking(Walk):
     def value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
         """What the result of an instruction depends on."""
         value = super().value(x, inputs, arguments)
-        if id(x) in self.ends:
-            return self._ended(value, self.ends[id(x)])
         if isinstance(value, Mark) and value.any and not value.any & ~self.numbers:
             return self._of_device(x, value)
         return value
 
     def branch(self, branches: list[Marks], which: Marks) -> Marks:
-        return _with(reduce(_joined, branches), Mark(joined([which]).any))
+        return _with(reduce(_union, branches), joined([which]))
 
     def of_this_device(self, x: Instruction) -> Marks:
         return self._of_device(x, NOTHING)
@@ -168,14 +171,20 @@ class _Marking(Walk):
         row = x.row
         if row.outside:
             return shaped(x, self.unknown(inputs))
+        row_of = inputs[0] if len(inputs) and isinstance(inputs[0], Mark) else NOTHING
         if x.does == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
-            return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
-        if isinstance(inputs[0] if inputs else None, Concatenated):
-            if x.does == "slice":
-                return _sliced(inputs[0], x)
-            if row.like >= Likeness.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
-                return inputs[0]
+            parts = [joined([value]) for value in inputs]
+            return joined(parts)._replace(row=tuple(zip(ends, parts, strict=True)))
+        if row_of.row and x.does == "slice":
+            cut = x.slices[0]
+            parts = [
+                m for (start, end), m in row_of.parts() if start < cut.stop and cut.start < end
+            ]
+            return joined(parts)
+        if row_of.row and row.like >= Likeness.PART:
+            if x.arrays[0].shape == x.operand(0).arrays[0].shape:
+                return row_of
         if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Likeness.PART:
             return inputs[0]
         mark = joined(inputs)
@@ -189,6 +198,7 @@ class _Marking(Walk):
             of_model = phase not in ("", UNKNOWN) or not self.phased
             product = mark.any if of_model else mark.product
             return shaped(x, Mark(mark.any, self.graph.made, product))
+        # Rows of a table are made anew, as a product with one would be.
         if x.does == "gather" and not joined(inputs[:1]).product:
             return shaped(x, Mark(mark.any, self.graph.made, mark.product))
         data = inputs[: row.data]
@@ -199,7 +209,7 @@ class _Marking(Walk):
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
-            use = Use(phase, self.depth, sum(array.size for array in operand.arrays))
+            use = Use(phase, len(self.loops), sum(array.size for array in operand.arrays))
             for bit in self.graph.sources_in(joined([value]).near):
                 self.graph.uses.setdefault(bit, set()).add(use)
 
@@ -214,36 +224,29 @@ class _Marking(Walk):
 
     def loop(self, x: Instruction, carried: Marks) -> Marks:
         condition, body = x.calls
-        self.depth += 1
+        # It ends, as sets only grow.
         before: Marks = None
         while carried != before:
             before = carried
-            after = _joined(carried, self.run(body, (carried,)))
-            until = joined([self.run(condition, (after,))])
-            carried = _with(after, Mark(until.any))
-        self.depth -= 1
+            after = _union(carried, self.run(body, (carried,)))
+            carried = _with(after, joined([self.run(condition, (after,))]))
         return carried
 
-    def collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
-        first = self.started(x)
-        if first is None:  # each device alone
-            return inputs[0] if len(inputs) == 1 else tuple(inputs)
+    def collective(self, x: Instruction, first: Instruction, inputs: list[Marks]) -> list[Marks]:
         sent = self.sent[id(first)]
-        if any(whole.ends for _, whole, _ in sent):
-            return self._step(joined(inputs), [number for number, _, _ in sent])
-        if len(inputs) == 1 and isinstance(inputs[0], Concatenated) and x.does == "all-reduce":
-            return self._row(inputs[0], sent[0][0])
-        count = max(1, len(done_of(first).arrays))
+        if len(inputs) == 1 and isinstance(inputs[0], Mark) and inputs[0].row:
+            if x.does == "all-reduce":
+                return [self._row(inputs[0], sent[0][0])]
+        # An all-to-all of several operands gives each device parts of all of them.
+        count = len({element for *_, t in sent for element in t.elements})
         together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
         results: list[Mark] = []
         for element in range(count):
             number = next((i for i, _, t in sent if element in t.elements), sent[0][0])
             operand = joined(inputs if together else inputs[element : element + 1])
-            results.append(
-                self._result(number, operand if first is x else NOTHING, 0 if is_chain else element)
-            )
-        return results[0] if count == 1 else tuple(results)
+            results.append(self._result(number, operand, 0 if is_chain else element))
+        return results
 
     def _result(
         self, number: int, operand: Mark, element: int = 0, part: tuple[int, int] | None = None
@@ -251,33 +254,30 @@ class _Marking(Walk):
         """A result of a collective that is given this."""
         result = self.source(Source("collective", number, element, part))
         bit = result.any.bit_length() - 1
-        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), operand)
+        self.graph.into[bit] = self.graph.into.get(bit, NOTHING) | operand
         return result
 
-    def _step(self, operand: Mark, chains: Sequence[int]) -> Mark:
-        """A step of sums of several permutations: their result is known where they end. Until then
-        it is marked as one of each.
+    def step(self, first: Instruction, inputs: list[Marks]) -> Marks:
+        """The result of sums of several permutations is known where they end. Until then it is
+        marked as one of each.
         """
-        bits = sum(1 << self.graph.bit(Source("collective", number)) for number in chains)
+        sources = (self.graph.bit(Source("collective", i)) for i, _, _ in self.sent[id(first)])
+        bits = sum(1 << bit for bit in sources)
         self.rings |= bits
-        return Mark(operand.any | bits, operand.near, operand.product)
+        return joined(inputs) | Mark(bits)
 
-    def _row(self, row: Concatenated, number: int) -> Concatenated:
+    def _row(self, row: Mark, number: int) -> Mark:
         """A sum of concatenated arrays: one source for each."""
-        parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
-        marks = [self._result(number, mark, part=(start, end)) for start, end, mark in parts]
-        return Concatenated(row.ends, tuple(marks))
+        parts = [(part[1], self._result(number, mark, part=part)) for part, mark in row.parts()]
+        return joined([mark for _, mark in parts])._replace(row=tuple(parts))
 
-    def _ended(self, value: Marks, number: int) -> Marks:
-        """The result of a chain of permutations: what was added on the way was sent, too."""
-        bit = self.graph.bit(Source("collective", number))
-        if isinstance(value, Concatenated):
-            value = joined([value])
-        if not isinstance(value, Mark):
-            return tuple(self._ended(element, number) for element in value)
-        if not value.any >> bit & 1:
+    def ended(self, value: Mark, number: int) -> Mark:
+        """What was added on the way of a chain was sent, too."""
+        if not value.any >> self.graph.bit(Source("collective", number)) & 1:
             return value
-        return self._result(number, Mark(*(mask & ~self.rings for mask in value)))
+        others = ~self.rings
+        known = Mark(value.any & others, value.near & others, value.product & others)
+        return self._result(number, known)
 
     def unknown(self, inputs: list[Marks]) -> Mark:
         return self.source(Source("unknown"))
@@ -291,6 +291,7 @@ class _Marking(Walk):
         return value if position is None else position
 
     def _position(self, numbers: np.ndarray) -> Mark:
+        # Which devices have the same, whatever it is: places in several arrays are one source then.
         labels = np.unique(numbers, return_inverse=True)[1].reshape(-1)
         if not labels.any():
             return NOTHING
@@ -299,43 +300,20 @@ class _Marking(Walk):
         return Mark(bit)
 
 
-def _sliced(row: Concatenated, x: Instruction) -> Mark:
-    """The arrays that a slice takes out of a row."""
-    bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice"))
-    if bounds is None:
-        return joined(row.marks)
-    first, last = int(bounds[1]), int(bounds[2])
-    parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
-    return joined([mark for start, end, mark in parts if start < last and first < end])
-
-
-def _flat(value: Marks) -> Iterator[Mark]:
-    if isinstance(value, Mark):
-        yield value
-    elif isinstance(value, Concatenated):
-        yield from value.marks
-    else:
-        for element in value:
-            yield from _flat(element)
-
-
 def joined(values: Sequence[Marks]) -> Mark:
-    return reduce(_joined, (mark for value in values for mark in _flat(value)), NOTHING)
+    """What is computed from all of these."""
+    return reduce(or_, (mark._replace(row=()) for value in values for mark in flat(value)), NOTHING)
 
 
-def _joined(a: Marks, b: Marks) -> Marks:
-    if isinstance(a, Mark) and isinstance(b, Mark):
-        return a if a == b else Mark(a.any | b.any, a.near | b.near, a.product | b.product)
-    if isinstance(a, Concatenated) and isinstance(b, Concatenated) and a.ends == b.ends:
-        return Concatenated(a.ends, tuple(map(_joined, a.marks, b.marks)))
-    if isinstance(a, Mark | Concatenated) or isinstance(b, Mark | Concatenated):
-        return _joined(joined([a]), joined([b]))
-    return tuple(map(_joined, a, b))
+def _union(a: Marks, b: Marks) -> Marks:
+    """One of two values."""
+
+    def of_one(a: Marks, b: Marks) -> Mark:
+        return joined([a, b]) if tuple in (type(a), type(b)) else a | b
+
+    return each(of_one, a, b)
 
 
-def _with(value: Marks, mark: Mark) -> Marks:
-    if not mark.any:
-        return value
-    if isinstance(value, Mark | Concatenated):
-        return _joined(joined([value]), mark)
-    return tuple(_with(element, mark) for element in value)
+def _with(value: Marks, chosen_by: Mark) -> Marks:
+    """A value that depends on something besides."""
+    return each(lambda mark: mark | Mark(chosen_by.any), value) if chosen_by.any else value

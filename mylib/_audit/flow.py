@@ -11,6 +11,7 @@ from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
+from .moments import Window, windows_of
 from .sums import Sums
 from .values import Value, computed
 
@@ -21,10 +22,19 @@ Labels = np.ndarray
 class Flow:
     """The way of values through a program. It is followed when it is first asked for."""
 
-    def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
+    def __init__(
+        self, module: HloModule, transfers: Sequence[Transfer], numbers: Sequence[int] = ()
+    ):
         self.module: HloModule = module
         self._transfers = transfers
+        # Of the devices, in the program's order.
+        self.numbers = numbers or range(module.devices)
         self.devices: int = module.devices
+
+    @cached_property
+    def windows(self) -> list[list[Window]]:
+        """The steps of each collective."""
+        return windows_of(self.module, self._transfers)
 
     @cached_property
     def graph(self) -> Graph:
@@ -66,9 +76,7 @@ class Flow:
 
     def scatters(self, bit: int) -> bool:
         """Whether this source is the result of a reduce-scatter."""
-        source = self.graph.sources[bit]
-        is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "reduce-scatter"
+        return self._kind(bit) == "reduce-scatter"
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""
@@ -77,14 +85,17 @@ class Flow:
             return True
         return transfer.first.adds
 
-    def reaching(self, mask: int, copies: bool = False) -> int:
-        """All sources that values depend on, directly or through collectives; if `copies` only
+    def reaching(
+        self, mask: int, copies: bool = False, through: Callable[[int], bool] = lambda bit: True
+    ) -> int:
+        """All sources that values depend on, directly or `through` collectives; if `copies` only
         those that they combine element by element.
         """
         reached, new = 0, mask
         while new:
             reached |= new
-            behind = joined([self.graph.into.get(b, NOTHING) for b in self.graph.sources_in(new)])
+            passed = filter(through, self.graph.sources_in(new))
+            behind = joined([self.graph.into.get(bit, NOTHING) for bit in passed])
             new = (behind.near if copies else behind.any) & ~reached
         return reached
 
@@ -98,6 +109,7 @@ class Flow:
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
+        # An update combines a weight with a gradient element by element, as the optimiser does.
         results = sum(1 << bit for bit in self.sources_of[number])
         updated = 0
         for near, all_ in self._combined:
@@ -125,7 +137,7 @@ class Flow:
                     labels[bit] = np.array(source.labels)
                 case "collective":
                     labels[bit] = np.zeros(self.devices, int)
-                case _:
+                case _:  # unknown, so different on all
                     labels[bit] = np.arange(self.devices)
 
         def joined(mask: int) -> Labels:
@@ -151,13 +163,14 @@ class Flow:
         kind = transfer.kind if transfer.members else transfer.first.sends
         if kind == "collective-permute":
             return _moved(groups, before)
-        if transfer.members and kind == "all-gather":
+        if transfer.members and kind == "all-gather":  # in a turn each device has another part
             return np.arange(self.devices)
         grouped = before[groups]
-        if kind in ("all-reduce", "reduce-scatter"):
+        if kind in ("all-reduce", "reduce-scatter"):  # sums of the same in any order
             grouped = np.sort(grouped, 1)
         each = np.unique(grouped, axis=0, return_inverse=True)[1].reshape(-1)
         rows = np.repeat(each[:, None], groups.shape[1], 1)
+        # Of others each device of a group has its own part.
         if kind not in ("all-reduce", "all-gather", "broadcast"):
             rows = rows * groups.shape[1] + np.arange(groups.shape[1])
         labels = np.zeros(self.devices, int)
@@ -172,21 +185,16 @@ class Flow:
 
     def before_permutations(self, mask: int) -> int:
         """The sources of a value, with those of what is sent in place of permutations."""
-        sources, new = 0, mask
-        while new:
-            sources |= new
-            sent = [
-                self.graph.into[bit].any
-                for bit in self.graph.sources_in(new)
-                if bit in self.graph.into and self._is_permutation(bit)
-            ]
-            new = reduce(or_, sent, 0) & ~sources
-        return sum(1 << i for i in self.graph.sources_in(sources) if not self._is_permutation(i))
+        sources = self.graph.sources_in(self.reaching(mask, through=self._permutes))
+        return sum(1 << bit for bit in sources if not self._permutes(bit))
 
-    def _is_permutation(self, bit: int) -> bool:
+    def _permutes(self, bit: int) -> bool:
+        return self._kind(bit) == "collective-permute"
+
+    def _kind(self, bit: int) -> str:
+        """The kind of collective that a source is a result of; empty for others."""
         source = self.graph.sources[bit]
-        is_collective = source.kind == "collective"
-        return is_collective and self._transfers[source.number].kind == "collective-permute"
+        return self._transfers[source.number].kind if source.kind == "collective" else ""
 
     def sums(self, data: Iterable[int], places: Sequence[int]) -> Sums:
         """What adds up the data of devices, which are at these places along an axis: `data` are the

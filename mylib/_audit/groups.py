@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from .._errors import AuditError
+from .hlo import numbers
 
 # Each row is a group: the positions of its devices in the program's list of devices.
 Groups = np.ndarray
@@ -21,8 +22,8 @@ _AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
 def groups_of(text: str, devices: int) -> Groups:
     """The groups of a `replica_groups` attribute, in any of its spellings."""
     if text.startswith("{"):
-        rows = [_integers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
-        rows = rows or [list(range(devices))]
+        rows = [numbers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
+        rows = rows or [list(range(devices))]  # `{}` is one group of all
         if len({len(row) for row in rows}) != 1:
             raise AuditError(f"the groups are of different sizes: replica_groups={text}")
         groups = np.array(rows)
@@ -40,7 +41,7 @@ def groups_of(text: str, devices: int) -> Groups:
 
 def pairs_of(text: str, devices: int) -> Groups:
     """The pairs of a `source_target_pairs` attribute."""
-    pairs = np.array([_integers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
+    pairs = np.array([numbers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
     if not pairs.size:
         return np.zeros((0, 2), int)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.max() >= devices:
@@ -67,13 +68,9 @@ def rings_of(pairs: Groups) -> Groups | None:
     return np.array(rings) if len({len(ring) for ring in rings}) == 1 else None
 
 
-def _integers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n.strip()]
-
-
 def _of_iota(text: str) -> np.ndarray:
     """What `[4,2]<=[2,4]T(1,0)` stands for. Raises a `ValueError` if it stands for nothing."""
-    shape, dims, order = (_integers(part or "") for part in _matched(_IOTA, text).groups())
+    shape, dims, order = (numbers(part or "") for part in _matched(_IOTA, text).groups())
     devices = np.arange(math.prod(shape)).reshape(dims or shape)
     return devices.transpose(order or range(devices.ndim)).reshape(shape)
 
@@ -84,7 +81,7 @@ def _of_mesh(text: str) -> Groups:
     if not match["devices"]:
         return groups
     is_list = re.fullmatch(r"[\d, ]+", match["devices"])
-    ids = np.array(_integers(match["devices"])) if is_list else _of_iota(match["devices"])
+    ids = np.array(numbers(match["devices"])) if is_list else _of_iota(match["devices"])
     if ids.size != groups.size:
         raise ValueError(text)
     return ids.ravel()[groups]
@@ -101,6 +98,7 @@ def _along_parts(sizes: Sequence[int], parts: Sequence[tuple[int, int, int]]) ->
         place = others[axis] // apart % size
         inside = inside * size + place
         others[axis] -= place * apart
+    # Devices of one group differ only inside; the last key is the first that is sorted by.
     order = np.lexsort((inside, *others[::-1]))
     return order.reshape(-1, math.prod(size for *_, size in parts))
 
@@ -117,6 +115,10 @@ def axis_of(name: str) -> str:
     return name.lstrip("~").split(":")[0]
 
 
+def in_words(axes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
 class MeshAxes(NamedTuple):
     """The axes of a mesh, in the order of the devices that a program runs on."""
 
@@ -128,10 +130,13 @@ class MeshAxes(NamedTuple):
         return cls(tuple(map(str, mesh.axis_names)), tuple(mesh.axis_sizes))
 
     @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int]) -> "MeshAxes":
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
     def read(cls, text: str) -> "MeshAxes":
-        """Those of `'x'=2,'y'=4`."""
-        axes = _AXIS.findall(text)
-        return cls(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
+        """The axes in `'x'=2,'y'=4`."""
+        return cls.of_sizes({name: int(size) for name, size in _AXIS.findall(text)})
 
     @property
     def size(self) -> int:
@@ -145,6 +150,7 @@ class MeshAxes(NamedTuple):
         places = np.stack(np.unravel_index(groups, self.sizes), -1)
         varies = (places != places[:, :1]).any((0, 1))
         axes = [i for i, does in enumerate(varies) if does]
+        # As many devices as the axes along which they differ have: then all of them.
         if math.prod(self.sizes[i] for i in axes) == groups.shape[1]:
             return tuple(self.names[i] for i in axes)
         return self._parts(groups, axes) or tuple(f"~{self.names[i]}" for i in axes)
@@ -171,6 +177,7 @@ class MeshAxes(NamedTuple):
         """The names of a group that has only parts of some axes."""
         chosen: list[tuple[int, int, int]] = []
         for i in axes:
+            # By the first group. Whether the others lie alike is checked with the names found.
             at = np.unique(np.unravel_index(groups[0], self.sizes)[i])
             if len(at) == 1 or self.sizes[i] % (len(at) * (at[1] - at[0])):
                 return ()
@@ -188,4 +195,5 @@ def axes_in(text: str) -> list[MeshAxes]:
     """The meshes in a program's text, unless XLA has invented their names."""
     texts = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
     meshes = dict.fromkeys(map(MeshAxes.read, texts))
+    # The compiler calls them `axis_0`, `axis_1`, where it has only numbers of devices.
     return [x for x in meshes if not all(re.fullmatch(r"axis_\d+", name) for name in x.names)]

@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) "
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
-_FORM = re.compile(r"(.*?)(?:-(start|update|done))?")
+_FORMS = ("start", "update", "done")
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
@@ -65,8 +65,7 @@ class Array(NamedTuple):
         match = _TILED.match(self.layout)
         if match is None:
             return self.bytes
-        order = [int(n) for n in match["order"].split(",") if n]
-        tile = [int(n) for n in match["tile"].split(",")]
+        order, tile = numbers(match["order"]), numbers(match["tile"])
         sizes = [self.shape[i] for i in reversed(order)]
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         whole = sizes[: len(sizes) - len(tile)]
@@ -76,6 +75,11 @@ class Array(NamedTuple):
     @property
     def on_host(self) -> bool:
         return "S(5)" in self.layout
+
+
+def numbers(text: str) -> list[int]:
+    """The whole numbers in a text, without signs."""
+    return [int(n) for n in re.findall(r"\d+", text)]
 
 
 def bits_of(dtype: str) -> int:
@@ -90,7 +94,7 @@ def bits_of(dtype: str) -> int:
 def arrays_of(type_: str) -> list[Array]:
     """The arrays of a type, which may be a tuple."""
     return [
-        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), _known(layout))
+        Array(dtype, tuple(numbers(dims)), _known(layout))
         for dtype, dims, layout in _ARRAY.findall(type_)
     ]
 
@@ -121,7 +125,8 @@ class Instruction:
         self.form: str
         self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
         # `-start`, `-update` and `-done` are forms of an opcode.
-        self.does, self.form = _form(self.opcode)
+        does, _, form = self.opcode.rpartition("-")
+        self.does, self.form = (does, form) if form in _FORMS else (self.opcode, "")
         end = _closing(rest)
         self.rest: str = rest[:end]  # the text in the parentheses
         self.text: str = rest[end + 1 :]
@@ -192,7 +197,20 @@ class Instruction:
 
     def dims(self, name: str = "dimensions") -> list[int]:
         """The numbers in an attribute that it must have."""
-        return [int(n) for n in re.findall(r"\d+", self.attribute(name))]
+        return numbers(self.attribute(name))
+
+    @cached_property
+    def slices(self) -> list[range]:
+        """The indices that a slice takes of each dimension."""
+        bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", self.attribute("slice"))
+        if len(bounds) != len(self.arrays[0].shape):
+            raise AuditError(f"the bounds of {self} are not understood")
+        return [range(int(first), int(last), int(step or 1)) for first, last, step in bounds]
+
+    @property
+    def channel(self) -> tuple[str, str | None]:
+        """What all instructions of one collective have in common."""
+        return self.does, self.attributes.get("channel_id")
 
     @property
     def index(self) -> int:
@@ -233,14 +251,6 @@ class Instruction:
 
     def __repr__(self) -> str:
         return f"%{self.name} = {self.type} {self.opcode}(...) in %{self.computation.name}"
-
-
-@lru_cache(maxsize=1000)
-def _form(opcode: str) -> tuple[str, str]:
-    """An opcode without its form, and that."""
-    match = _FORM.fullmatch(opcode)
-    assert match is not None
-    return match[1], match[2] or ""
 
 
 def attributes_of(text: str, of: object) -> dict[str, str]:
@@ -291,6 +301,11 @@ class Computation:
         # The instructions that call it.
         self.callers: list[Instruction] = []
 
+    @property
+    def fusions(self) -> list[Instruction]:
+        """Those that it is the computation of."""
+        return [caller for caller in self.callers if caller.does == "fusion"]
+
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         return {int(x.rest): x for x in self.instructions if x.opcode == "parameter"}
@@ -338,27 +353,23 @@ class HloModule:
         current: Computation | None = None
         entry: Computation | None = None
         for line in _whole_lines(text):
-            if current is not None:
-                match = _INSTRUCTION.match(line)
-                if match is not None:
-                    x = Instruction(current, match)
-                    current.instructions.append(x)
-                    current.named[x.name] = x
-                    if match["root"]:
-                        current.result = x
-                elif line.startswith("}"):
-                    current = None
-                elif line.strip():
-                    raise AuditError(f"a line is not understood: {line.strip()[:120]}")
-            elif line in self._tables:
+            if current is not None and (match := _INSTRUCTION.match(line)):
+                x = Instruction(current, match)
+                current.instructions.append(x)
+                current.named[x.name] = x
+                if match["root"]:
+                    current.result = x
+            elif current is not None and line.startswith("}"):
+                current = None
+            elif current is None and line in self._tables:
                 table = self._tables[line]
-            elif line.endswith("{") and (match := _HEADER.match(line)):
+            elif current is None and line.endswith("{") and (match := _HEADER.match(line)):
                 current = Computation(self, match["name"])
                 if current.name in self.computations:
                     raise AuditError(f"there are two computations %{current.name}")
                 self.computations[current.name] = current
                 entry = current if match["entry"] else entry
-            elif table is not None and (match := _NUMBERED.match(line)):
+            elif current is None and table is not None and (match := _NUMBERED.match(line)):
                 table[int(match[1])] = match[2]
             elif line.strip() and not line.startswith("HloModule "):
                 raise AuditError(f"a line is not understood: {line.strip()[:120]}")
@@ -390,6 +401,7 @@ class HloModule:
             new = dict.fromkeys(y for x in computation.instructions for y in x.calls)
             queue += [y for y in new if y not in reached]
             reached |= new
+        # Its collectives would be missed, under whatever name it is called.
         for computation in self.computations.values():
             if computation not in reached:
                 raise AuditError(f"%{computation.name} is called by nothing that is understood")
@@ -431,17 +443,15 @@ class HloModule:
 
     def _stack(self, frame: int) -> list[str]:
         if frame not in self._stacks:
-            lines: list[str] = []
-            self._stacks[frame] = lines
             entry = self._fields("StackFrames", frame)
             path, line = self._line(entry.get("file_location_id", 0))
-            lines += [f"{path}:{line}"] if path else []
+            lines = self._stacks[frame] = [f"{path}:{line}"] if path else []
             # The text numbers parents from 1, and 1 means none.
             lines += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]
 
     def instructions(self) -> Iterator[Instruction]:
-        """Those of all computations."""
+        """The instructions of all computations."""
         for computation in self.computations.values():
             yield from computation.instructions
 
@@ -499,7 +509,7 @@ def _in_order(x: Instruction, named: list[tuple[str, str]]) -> list[str]:
     if x.row.calls == "loop":
         types = {name: module.computations[name].result.type for name in names}
         tests = [name for name in names if types[name].startswith("pred[]")]
-        if len(tests) == 1:
+        if len(tests) == 1:  # a body returns it, too, only if it is all that the loop carries
             return [*tests, *(name for name in names if name not in tests)]
         order = "condition", "body"
     elif x.row.calls == "branch" and len({attribute for attribute, _ in named}) > 1:

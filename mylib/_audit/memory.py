@@ -28,6 +28,8 @@ def memory_of(
         at_peak = peak_of(HloModule(program) if isinstance(program, str) else program)
     except AuditError:  # what isn't understood is unknown
         return memory
+    # The schedule is read here as XLA's buffer assignment reads it, but for what it shares in ways
+    # that the text doesn't tell. Where the two differ more, the arrays would be others.
     counted = memory.arguments + memory.constants + at_peak.bytes
     agrees = abs(counted - memory.peak) <= memory.peak * _WITHIN
     return replace(memory, alive=_alive(at_peak.alive) if agrees else None)
@@ -56,6 +58,7 @@ def _counted(compiled: jax.stages.Compiled, text: str, arguments: Sequence[Argum
         largest=largest(arguments),
     )
     counted = stats.peak_memory_in_bytes if platform in ("gpu", "tpu") else memory.total
+    # No more can be held than all that there is.
     return replace(memory, peak=min(counted, memory.total))
 
 
@@ -108,9 +111,10 @@ def lines_of(memory: Memory) -> list[str]:
     return [*lines, *(table(rows) if rows else [])]
 
 
+# A guess: how much the schedule's peak may differ from XLA's for its arrays to be listed.
 _WITHIN = 0.1
 _SHOWN = 6
-_SMALL = 1024
+_SMALL = 1024  # bytes: scalars and semaphores are left out
 
 
 def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:

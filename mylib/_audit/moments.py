@@ -1,6 +1,6 @@
 """When the collectives of a program begin, and when they must have ended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from .collectives import Transfer
@@ -36,35 +36,54 @@ T = TypeVar("T")
 Moments = dict[int, list[T]]
 
 
+class Window(NamedTuple):
+    """A step of a collective: the instruction at which it begins, and the one at which it must have
+    ended. `share` of the collective is sent in it.
+    """
+
+    member: Transfer
+    share: float
+    begin: Instruction
+    end: Instruction
+
+
+def windows_of(module: HloModule, sent: Sequence[Transfer]) -> list[list[Window]]:
+    """The steps of each collective of a program."""
+    # Where the TPU's compiler waits for what began in a fusion.
+    later = dict(_ends_in_fusions(module))
+    return [[*_windows(whole, later)] for whole in sent]
+
+
+def _windows(
+    whole: Transfer, later: Mapping[tuple[str, str | None], Instruction]
+) -> Iterator[Window]:
+    members = whole.members or (whole,)
+    # The steps of a chain send equal parts of it.
+    share = (whole.times or 1) / sum(member.times or 1 for member in members)
+    for member in members:
+        for x in _outermost(member.first):
+            # In a fusion it has no end of its own: it ends with the fusion, or a later one.
+            done = later.get(member.first.channel, x) if x is not member.first else member.done
+            yield Window(member, share, x, done if member.asynchronous else x)
+
+
 def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Begin], Moments[End]]:
     """The instructions at which collectives begin and end, by their `id`."""
     begins: Moments[Begin] = {}
     ends: Moments[End] = {}
-    later = dict(_ends_in_fusions(module))
-    for number, whole in enumerate(sent):
-        members = whole.members or (whole,)
-        runs = sum(member.times or 1 for member in members)
-        share = (whole.times or 1) / runs
-        for member in members:
-            for x in _outermost(member.first):
-                begins.setdefault(id(x), []).append(Begin(number, share))
-                done = later.get(_key(member.first), x) if x is not member.first else member.done
-                end = done if member.asynchronous else x
-                ends.setdefault(id(end), []).append(End(number))
+    for number, windows in enumerate(windows_of(module, sent)):
+        for window in windows:
+            begins.setdefault(id(window.begin), []).append(Begin(number, window.share))
+            ends.setdefault(id(window.end), []).append(End(number))
     return begins, ends
 
 
 def _outermost(x: Instruction) -> Iterator[Instruction]:
     """The instruction, or the fusions that contain it."""
-    fusions = [caller for caller in x.computation.callers if caller.does == "fusion"]
-    if not fusions:
+    if not x.computation.fusions:
         yield x
-    for caller in fusions:
+    for caller in x.computation.fusions:
         yield from _outermost(caller)
-
-
-def _key(x: Instruction) -> tuple[str, str | None]:
-    return x.opcode, x.attributes.get("channel_id")
 
 
 def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
@@ -73,4 +92,4 @@ def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None]
         if x.row.window == "end":
             for y in x.inputs():
                 if "channel_id" in y.attributes:
-                    yield from ((_key(y), caller) for caller in _outermost(x))
+                    yield from ((y.channel, caller) for caller in _outermost(x))

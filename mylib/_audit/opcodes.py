@@ -101,6 +101,7 @@ OPCODES: dict[str, Meaning] = {
     **_sends("collective-broadcast", "replica_groups", kind="broadcast"),
     **_sends("collective-permute", "source_target_pairs", **_PERMUTES),
     **_sends("send", kind="collective-permute"),
+    # Of another device or of the host: `send` is where the two are told apart.
     **rows("recv", outside=True, free=True),
     # Computations.
     **rows("fusion", "kind", calls="run", starts=True),
@@ -141,11 +142,13 @@ OPCODES: dict[str, Meaning] = {
     ),
     **rows("multiply", elementwise=True, count="multiplied"),
     **rows("compare", "direction", elementwise=True),
+    # Each element is one of an operand's.
     **rows("concatenate", "dimensions", elementwise=True, gathers=True),
     # Products.
     **rows("dot", "lhs_contracting_dims", "rhs_contracting_dims", product=True, count="dot"),
     **rows("scaled-dot", "lhs_contracting_dims", product=True, count="dot"),
     **rows("convolution", "dim_labels", product=True, count="convolution"),
+    # How many rows each group has isn't in the program.
     **rows("ragged-dot", product=True, count="unknown"),
     **rows("cholesky", count="cholesky"),
     **rows("triangular-solve", count="triangular_solve"),

@@ -83,7 +83,7 @@ class _Lifetimes:
                 arguments = operands[1:] if x.opcode == "conditional" else operands
                 for called in x.calls:
                     self._enter(x, called, arguments)
-                if x.opcode == "while":
+                if x.opcode == "while":  # XLA lets each turn write over what it was given
                     return operands[0]
             case _ if x.row.like == Likeness.MEMORY and operands:
                 return operands[0]
@@ -101,6 +101,7 @@ class _Lifetimes:
             parameter.name: arguments[number] if number < len(arguments) else []
             for number, parameter in called.parameters.items()
         }
+        # Where it isn't told which operand is whose, as in branches, they hold nothing of it.
         if any(len(held[p.name]) != len(p.arrays) for p in called.parameters.values()):
             held = {p.name: [Buffer(0, p) for _ in p.arrays] for p in called.parameters.values()}
         peak = _Lifetimes(called, held).peak()
@@ -115,6 +116,7 @@ class _Lifetimes:
         arrays = x.arrays
         if x.opcode == "copy-start":
             return [Buffer(_size(arrays[0]), x), *flat, *(Buffer(0, x) for _ in arrays[2:])]
+        # Calls and several operands come before the results; one collective may have only these.
         if x.type.startswith("((") or len(arrays) > len(flat) + 1:
             new = [Buffer(_size(array), x) for array in arrays[len(flat) :]]
             return [*flat, *new]
@@ -152,6 +154,7 @@ class _Lifetimes:
         for i, x in enumerate(order):
             new = [b for b in self.held[x.name] if first[id(b)] == i and b not in heap]
             new = [b for b in new if id(b) not in self.outside]
+            # XLA writes a result over an operand of its size that nothing needs any more.
             if _may_share(x):
                 sizes = {b.bytes for b in new}
                 for b in [b for b in dying.get(i, ()) if b.bytes in sizes][:1]:
@@ -159,6 +162,7 @@ class _Lifetimes:
             for b in new:
                 heap.allocate(b, last[id(b)])
                 dying.setdefault(last[id(b)], []).append(b)
+            # A computation's own memory is there only while it runs.
             inner = self.inner.get(x.name, Peak(0, []))
             if heap.bytes + inner.bytes > best.bytes:
                 best = Peak(heap.bytes + inner.bytes, [*heap.alive.values(), *inner.alive])
@@ -205,6 +209,7 @@ class _Heap:
         return id(buffer) in self._places
 
     def allocate(self, buffer: Buffer, until: int) -> None:
+        # Until the result itself is written, its memory may hold something else.
         lendable = self._lendable.get(buffer.bytes, [])
         place = next((key for key in lendable if until < self._written[key]), None)
         if place is None:
@@ -234,6 +239,7 @@ def _computed_here(value: Value) -> Instruction:
 
 def _may_share(x: Instruction) -> bool:
     """Whether the result may reuse the memory of an operand that isn't needed any more."""
+    # These read each element once, before they write it.
     is_loop = x.does == "fusion" and x.attributes.get("kind") == "kLoop"
     return is_loop or x.opcode in ("all-reduce", "add", "multiply", "convert")
 

@@ -12,17 +12,24 @@ import numpy as np
 from .hlo import Instruction
 from .values import Value, computed
 
+
+def _divided(a: Any, b: Any) -> Any:
+    """As in HLO, towards zero. What is divided by 0 has no meaning."""
+    b = np.where(b == 0, 1, b)
+    return (a - np.fmod(a, b)) // b
+
+
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "and": np.bitwise_and,
-    "divide": lambda a, b: np.where(b == 0, 0, a // np.where(b == 0, 1, b)),
+    "divide": _divided,
     "maximum": np.maximum,
     "minimum": np.minimum,
     "multiply": np.multiply,
     "negate": np.negative,
     "or": np.bitwise_or,
-    "remainder": lambda a, b: np.where(b == 0, 0, a % np.where(b == 0, 1, b)),
+    "remainder": lambda a, b: a - b * _divided(a, b),
     "select": lambda which, a, b: np.where(which != 0, a, b),
     "shift-left": np.left_shift,
     "shift-right-arithmetic": np.right_shift,
@@ -57,11 +64,13 @@ class _Numbers:
     def _of(self, x: Instruction, deep: int) -> np.ndarray | None:
         value = computed(Value(x))
         x = value.made_by
+        # A table has a row for each device, of a few numbers; larger arrays are no places.
         if value.path or not deep or len(x.arrays) != 1 or x.arrays[0].size > 8 * self.devices:
             return None
         if x.row.of_device:
             module = x.computation.module
             several = module.partitions if x.opcode == "partition-id" else module.replicas
+            # Of one replica of several partitions, each device is replica 0.
             return np.arange(self.devices)[:, None] * (several > 1)
         if x.opcode == "constant":
             return self._constant(x)
@@ -76,7 +85,7 @@ class _Numbers:
             return None
         written = re.findall(r"-?\d+|true|false", x.rest)
         numbers = [_WORDS[text] if text in _WORDS else int(text) for text in written]
-        if len(numbers) != x.arrays[0].size:
+        if len(numbers) != x.arrays[0].size:  # XLA leaves out those of large arrays: `{...}`
             return None
         return np.tile(np.array(numbers), (self.devices, 1))
 
@@ -97,8 +106,8 @@ class _Numbers:
         if len(x.operand(0).arrays[0].shape) != 1:
             return None
         if x.opcode == "slice":
-            bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice"))
-            return operands[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
+            return operands[0][:, x.slices[0]]
+        # As HLO defines it: a slice that would reach over the end begins earlier.
         starts = np.clip(operands[1], 0, operands[0].shape[1] - size)
         return np.take_along_axis(operands[0], starts + np.arange(size), 1)
 

@@ -7,7 +7,7 @@ import re
 from .._errors import AuditError
 from .._products import meetings
 from .attribution import is_of_dot
-from .blocks import factors_of
+from .blocks import factors_of, labels_of
 from .hlo import Instruction
 from .values import Value, computed
 
@@ -43,6 +43,7 @@ def _unknown(x: Instruction) -> None:
 
 def _multiplied(x: Instruction) -> int:
     """Compilers take products apart: those with a vector, and those that add nothing."""
+    # A single number is a scale.
     return x.arrays[0].size if is_of_dot(x) and x.arrays[0].size > 1 else 0
 
 
@@ -84,12 +85,9 @@ def _convolution(x: Instruction) -> int:
         input, result = result, input
     if "BackwardFilter" in x.target:
         kernel, result = result, kernel
-    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
-    if labels is None:
-        raise AuditError(f"the dim_labels of {x} are not understood")
     lhs, rhs, out = (
         dict(zip(text, y.arrays[0].shape, strict=True))
-        for text, y in zip(labels.groups(), (input, kernel, result), strict=True)
+        for text, y in zip(labels_of(x), (input, kernel, result), strict=True)
     )
     # A channel may be split into two dimensions, the second of which is called `?`.
     size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]
@@ -116,10 +114,12 @@ def _attention(x: Instruction) -> int | None:
         return None
     size = scores * x.operand(0).arrays[0].shape[-1]
     size *= 5 if "Backward" in x.target else 2
+    # Half of the scores are masked, and the kernels leave their blocks out.
     return size // 2 if is_causal else size
 
 
 def _cholesky(x: Instruction) -> int:
+    # n^3 / 3 operations, two to a product. So below: n^2 for each column.
     array = x.operand(0).arrays[0]
     return array.size * array.shape[-1] // 6
 

@@ -4,19 +4,22 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .._errors import AuditError, folded
+from .._measured import Measured, Sent, measured_of
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
-from .groups import axis_of
-from .links import Message
+from .groups import axis_of, in_words
+from .joined import program_of
+from .links import Message, seconds
 from .memory import lines_of
 from .opcodes import KINDS
 from .page import report_page
-from .roofline import Estimate, estimate
+from .roofline import Estimate, estimate, speeds
 from .work import Work
 
 
@@ -59,6 +62,8 @@ class Collective:
         is gathered: XLA's "involuntary full rematerialization".
     - `branches`: the conditions around it, the outermost first: each as a name, and the number of
         the branch.
+    - `instructions`: the names of the instructions that start it, and of those that end it, as
+        profilers have them.
     """
 
     kind: str
@@ -80,6 +85,7 @@ class Collective:
     devices: int
     spelling: str
     branches: tuple[tuple[str, int], ...] = ()
+    instructions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,16 +177,12 @@ class Report:
             return of_kind
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if not self.axes and of_kind:
-            raise AuditError(
-                f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
-                "mylib.audit"
-            )
-        unknown = [name for name in names if axis_of(name) not in self.axes]
-        if unknown and self.axes:
-            raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
+            raise no_mesh(self)
+        for name in names if self.axes else ():
+            size_of(self, axis_of(name))
         return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
-    def estimate(self, machine: Machine) -> Estimate:
+    def estimate(self, machine: Machine, measured: Measured | None = None) -> Estimate:
         """How long a call takes on a machine, by its data sheet, with an interval. The result
         prints its assumptions.
 
@@ -188,6 +190,8 @@ class Report:
 
         - `machine`: from `mylib.machines`. Its mesh is assumed to be laid out as
             `machine.mesh(...)` does.
+        - `measured`: a step that was measured on it, by [`mylib.Report.measured`][]: the rates that
+            its products, its memory and its links (by mesh axis) reach replace assumed ones.
 
         **Returns:**
 
@@ -200,12 +204,50 @@ class Report:
         """
         _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
-            raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
-        sent = [
+            raise no_mesh(self)
+        return estimate(self.work, self._messages(), self.axes, machine, measured)
+
+    def _messages(self) -> list[Message]:
+        # A loop whose length is unknown counts once, which the estimate says.
+        return [
             Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
         ]
-        return estimate(self.work, sent, self.axes, machine)
+
+    def measured(self, folder: str | Path, machine: Machine | None = None) -> Measured:
+        """Where the time of the program went, by a trace of `jax.profiler`: by layer and pass, by
+        line of Python, by collective and by device, and which devices wait for which.
+
+        The trace and the program are joined by the names of instructions. Run the audited program
+        inside of `jax.profiler.trace(folder)`, and wait there for its result.
+
+        **Arguments:**
+
+        - `folder`: what was given to `jax.profiler.trace`, or one `*.xplane.pb` file in it.
+        - `machine`: from `mylib.machines`: what `estimate` says of it stands beside the times.
+
+        **Returns:**
+
+        A [`mylib.Measured`][].
+
+        **Raises:**
+
+        [`mylib.AuditError`][] if the trace is not of this program, has several traces or none, or
+        is cut off.
+        """
+        found = None if machine is None else self.estimate(machine)
+        each: Sequence[float | None] = [None] * len(self.collectives)
+        if machine is not None:
+            each = [seconds(x, self.axes, machine)[0] * x.times for x in self._messages()]
+        what = {id(c): what_of(group) for group in _by_layer(self.collectives) for c in group}
+        sent = [
+            Sent(c.kind, c.axes, c.source, what[id(c)], estimated)
+            for c, estimated in zip(self.collectives, each, strict=True)
+        ]
+        speed = None if machine is None else speeds(machine.chip, self.work.flops)[1]
+        program = program_of(self.flow, sent, speed)
+        estimated = found and (found.seconds, found.exposed)
+        return measured_of(folder, program, str(machine or ""), estimated)
 
     def expect(self, *contracts: "Contract") -> None:
         """Checks the program, in a test.
@@ -254,6 +296,20 @@ def _check_sheet(machine: Machine) -> None:
 Contract = Callable[[Report], Sequence[str]]
 
 
+def no_mesh(report: Report) -> AuditError:
+    return AuditError(
+        f"the mesh of {report.name} is not known: its devices have no names. Pass mesh= to "
+        "mylib.audit"
+    )
+
+
+def size_of(report: Report, axis: str) -> int:
+    """The number of devices along an axis, which there must be."""
+    if axis not in report.axes:
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
+    return report.axes[axis]
+
+
 def bytes_of(collectives: Iterable[Collective]) -> int:
     """The bytes of all executions in a call."""
     return _most((c.branches, times_of(c) * c.bytes) for c in collectives)
@@ -262,6 +318,7 @@ def bytes_of(collectives: Iterable[Collective]) -> int:
 def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
     """The sum of amounts, each with its branches; of a condition's branches only the largest."""
     total = 0
+    # In nested conditions, too: by the outermost one, and then those inside of its branches.
     inside: dict[str, dict[int, list[tuple[Sequence[tuple[str, int]], int]]]] = {}
     for branches, amount in amounts:
         if branches:
@@ -287,8 +344,7 @@ _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what
 
 
 def _title(report: Report) -> str:
-    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
-    return f"{report.name} on {axes or 'devices of an unknown mesh'}"
+    return f"{report.name} on {in_words(report.axes) or 'devices of an unknown mesh'}"
 
 
 def _divided(report: Report) -> list[str]:
@@ -297,6 +353,7 @@ def _divided(report: Report) -> list[str]:
     if share is None or devices == 1:
         return []
     parts = round(1 / share)
+    # Compilers add a few products of their own, and simplify others.
     if abs(share * parts - 1) < 0.02:
         return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
     return [f"  each device does {share:.0%} of the products"]
@@ -307,7 +364,7 @@ def sums_each_turn(report: Report, c: Collective) -> bool:
     it once, after the loop.
     """
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
-    is_inserted = c.inserted is not False
+    is_inserted = c.inserted is not False  # what the function calls, it calls in each iteration
     return report.platform == "cpu" and is_sum and is_inserted and bool(c.loops)
 
 
@@ -340,7 +397,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     return (
         ("≤ " if c.sometimes else "") + times,
         c.kind,
-        "?" if c.axes is None else ", ".join(c.axes),
+        over(c),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
         {True: "inserted", False: "written", None: "?"}[c.inserted],
@@ -350,10 +407,19 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     )
 
 
+def over(c: Collective) -> str:
+    return "?" if c.axes is None else ", ".join(c.axes)
+
+
+def folded_names(paths: Sequence[str]) -> str:
+    """The names of leaves, those of equal layers together: `a[0..5].b, c and 2 more`."""
+    return listed([*folded(paths)], _SHOWN)
+
+
 def what_of(group: Sequence[Collective]) -> str:
     """The names of the arrays that equal collectives move."""
-    moved = listed([*folded([path for c in group for path in c.arrays])], _SHOWN)
-    summed = listed([*folded([path for c in group for path in c.gradients])], _SHOWN)
+    moved = folded_names([path for c in group for path in c.arrays])
+    summed = folded_names([path for c in group for path in c.gradients])
     if moved or summed:
         return moved or f"gradient of {summed}"
     return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")

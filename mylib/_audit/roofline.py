@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from .._measured import Measured
 from ..machines import CHIPS, Chip, Machine
-from .groups import axis_of
-from .links import Message, seconds, stated
+from .groups import axis_of, in_words
+from .links import Message, stated
 from .moments import Begin, End
+from .rates import links_of, measured_speed
+from .speed import Speed
 from .work import Loop, Operation, Step, Work
 
 
@@ -55,49 +57,42 @@ class Estimate:
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])
 
 
+def _reached(speed: Speed) -> str:
+    shares = (f"{100 * x:.3g}%" for x in (speed.of_products, speed.of_kernels, speed.of_memory))
+    products, kernels, memory = shares
+    return (
+        f"matrix products reach {products} of the data sheet's rate, kernels {kernels}, memory "
+        f"{memory}"
+    )
+
+
 def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
-class Speed(NamedTuple):
-    """What a device does in a second: products by dtype, bytes of its memory, and bytes from and to
-    its host's. And the shares of the first two that are reached.
-    """
-
-    flops: Mapping[str, float]
-    memory: float
-    host: float
-    of_products: float = 1
-    of_kernels: float = 1
-    of_memory: float = 1
-
-    def seconds(self, operation: Operation) -> tuple[float, float]:
-        """The seconds of the products of an operation, and of its memory traffic."""
-        products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
-        share = self.of_kernels if operation.is_kernel else self.of_products
-        return products / share, operation.bytes / self.memory / self.of_memory
-
-    def copying(self, operation: Operation) -> float:
-        """The seconds of an operation's copies between the device and its host."""
-        return operation.host / self.host
-
-
 def estimate(
-    work: Work, sent: Sequence[Message], axes: Mapping[str, int], machine: Machine
+    work: Work,
+    sent: Sequence[Message],
+    axes: Mapping[str, int],
+    machine: Machine,
+    measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program."""
+    """`sent` are all collectives of the program; `measured` may be another one."""
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
+    slowest = _slowest(machine.chip, real)
+    if measured is not None:
+        slowest = real = measured_speed(measured, ideal, real)
+        assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
     assumed += [
-        f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
-        f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
+        _reached(real),
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
-    links = [seconds(message, axes, machine) for message in sent]
+    links = links_of(sent, axes, machine, measured)
     for message, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(axis_of, message.axes))}"
         parts[part] = parts.get(part, 0.0) + each * message.times
@@ -110,10 +105,11 @@ def estimate(
     elif copied:
         parts["host memory"] = copied
         assumed.append("copies to and from the host run beside the operations of their iteration")
-    slowest = _slowest(machine.chip, real)
     most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     most += communication + copied
+    # At least: one of the three hides the others.
     low = max(low, communication, copied)
+    # The bounds ignore the order in which things run; the estimate goes through the schedule.
     total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,
@@ -150,11 +146,12 @@ def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
     count = math.prod(axes.values())
+    # A program for one device runs on one of any machine.
     if count not in (1, machine.count):
-        mesh = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"the program runs on {count} devices ({mesh}), and {machine} has {machine.count}: "
-            "pass a machine of the program's size, or compile for the mesh machine.mesh(...)"
+            f"the program runs on {count} devices ({in_words(axes)}), and {machine} has "
+            f"{machine.count}: pass a machine of the program's size, or compile for the mesh "
+            "machine.mesh(...)"
         )
 
 
@@ -166,6 +163,7 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     assumed: list[str] = []
     for dtype in dtypes:
         instead, rate = _rate(chip, dtype)
+        # Data sheets are of chips, and some chips are two devices.
         rates[dtype] = math.inf if rate is None else rate / chip.devices
         if rate is None:
             assumed.append(f"products of {dtype}, without a rate, cost only their memory")
@@ -182,20 +180,15 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
             f"the shares that {', '.join(missing)} reach on {chip.name} are not known (`reached` "
             f"in mylib.machines.Chip), and are those of {like.name}"
         )
-    shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
-    return ideal, Speed(*ideal[:3], *shares), assumed
+    shares = {f"of_{name}": chip.reached.get(name, like.reached[name]) for name in _SHARES}
+    return ideal, ideal._replace(**shares), assumed
 
 
 def _slowest(chip: Chip, real: Speed) -> Speed:
     """With the lowest share that is known of any chip in the place of one that is not."""
     known = [x.reached for x in CHIPS.values()]
-    lowest = {name: min(x[name] for x in known if name in x) for name in _SHARES}
-    given = (real.of_products, real.of_kernels, real.of_memory)
-    shares = (
-        share if name in chip.reached else lowest[name]
-        for name, share in zip(_SHARES, given, strict=True)
-    )
-    return Speed(*real[:3], *shares)
+    missing = [name for name in _SHARES if name not in chip.reached]
+    return real._replace(**{f"of_{n}": min(x[n] for x in known if n in x) for n in missing})
 
 
 def _of_host(chip: Chip) -> float:

@@ -21,10 +21,12 @@ def rings_in(
     returns its result. Each step is given by two instructions: the one that starts it, and the one
     that returns its result.
     """
+    # The permutations of such a ring have the name of the product that they are combined with.
     number = {id(done): i for i, (_, done) in enumerate(steps) if is_of_dot(done)}
     before = {i: _sources(steps[i][0], number) for i in number.values()}
     inner = {j for sources in before.values() for j in sources}
     ends: dict[Instruction, list[int]] = {}
+    # A ring ends at a step that no other one sends on.
     for i in before.keys() - inner:
         for user in steps[i][1].users:
             if _adds(user, steps[i][1]):
@@ -45,7 +47,7 @@ def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
             sources.append(number[id(x)])
         elif _is_moved(x):
             queue += [(y, summed) for y in x.inputs()]
-        elif not summed:
+        elif not summed:  # each step adds once to what it sends on
             queue += [(y, True) for y in x.inputs() if _adds(x, y)]
     return sources
 

@@ -5,15 +5,19 @@ from collections import Counter
 from pathlib import Path
 
 from .attribution import UNKNOWN
-from .report import Report
+from .groups import in_words
+from .report import Report, over
 
 
 def snapshot_of(report: Report) -> str:
     """The placements of the arguments and the bytes of the collectives, sorted. The number of
     collectives, their names and their order are left out, as they change between versions of JAX.
     """
-    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
-    lines = [f"mesh: {axes or 'unknown'}", "", "placements, with each device's part:"]
+    lines = [
+        f"mesh: {in_words(report.axes) or 'unknown'}",
+        "",
+        "placements, with each device's part:",
+    ]
     for p in sorted(report.parameters, key=lambda p: p.path):
         divided = "not known" if p.axes is None else ", ".join(p.axes) or "whole"
         lines.append(f"  {p.path}: {p.dtype}{list(p.shape)} {divided}")
@@ -21,10 +25,10 @@ def snapshot_of(report: Report) -> str:
     sums: Counter[str] = Counter()
     unknown: set[str] = set()
     for c in report.collectives:
-        over = "?" if c.axes is None else ", ".join(c.axes)
+        # A phase that is unknown would change with the compiler's names.
         phase = "" if c.phase in ("", UNKNOWN) else f", {c.phase}"
-        name = f"{c.kind} over {over}{phase}"
-        sums[name] += c.bytes * (c.times or 1)
+        name = f"{c.kind} over {over(c)}{phase}"
+        sums[name] += c.bytes * (c.times or 1)  # of a loop of unknown length, in one turn
         if c.times is None:
             unknown.add(name)
     for name, size in sorted(sums.items()):

@@ -15,25 +15,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import At, after_move, after_product, after_reduce, sliced
+from .blocks import At, after_move, after_product
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
 from .opcodes import Likeness
 from .positions import positions
 from .values import Value, computed, trips
-from .walk import Walk, shaped
+from .walk import Walk, each, flat, shaped
 
-# For each device, how often a value has the data of each place along the axis: an array's bytes.
+# For each block and each device, how often a value has the data of each place along the axis: an
+# array's bytes.
 Rows = bytes
 
 
 class Term(NamedTuple):
-    """`rows` are those of each block if it has blocks. It is `near` unless it is broadcast from
-    fewer numbers, as a scale is.
+    """`rows` are of one block, unless it has blocks. It is `near` unless it is broadcast from fewer
+    numbers, as a scale is.
     """
 
     atom: object
-    rows: tuple[Rows, ...]
+    rows: Rows
     at: At | None = None
     near: bool = True
 
@@ -75,40 +76,29 @@ class Sums(Walk):
         own[np.arange(self.devices), places] = 1
         self.own: np.ndarray = own
         self.zero: Rows = np.zeros(self.shape, int).tobytes()
-        self.held: dict[int, Forms] = {}
-        # How often the loops run that are being followed.
-        self.turns: list[int | None] = []
         # Products of what devices have not summed, by their `id`: of the model, not the optimiser.
         self.local_products: set[int] = set()
         # By the number of a collective, what is given to it.
         self.given: dict[int, Form] = {}
-        # Where sums that are chains of permutations end, and the rings that they go round.
-        self.ends: dict[int, np.ndarray] = {
-            id(x): whole.groups for whole in transfers for x in whole.ends
-        }
-        self.ending: np.ndarray | None = None  # those of the end that is being followed
         arguments = [NONE] * len(module.entry.parameters)
         for i in data:
-            arguments[i] = frozenset([Term(("parameter", i), (own.tobytes(),))])
+            arguments[i] = frozenset([Term(("parameter", i), own.tobytes())])
         result = self.run(module.entry, tuple(arguments))
-        self.results: list[Form] = (
-            [result] if isinstance(result, frozenset) else [*map(_one, result)]
-        )
+        results = result if type(result) is tuple else (result,)
+        self.results: list[Form] = [*map(_one, results)]
 
     def is_summed(self, form: Form) -> bool:
         """Whether a value has the data of all places, equally often."""
-        return all(self._is_complete(term) for term in form)
+        rows = map(self._array, form)
+        return all(bool((x == x[..., :1]).all() and (x > 0).all()) for x in rows)
 
     def is_known(self, form: Form) -> bool:
         """Whether it is known of all terms where they are added."""
-        return all(self.zero not in term.rows for term in form)
+        return all(bool(self._array(term).any((1, 2)).all()) for term in form)
 
-    def _is_complete(self, term: Term) -> bool:
-        arrays = map(self._array, term.rows)
-        return all(bool((x == x[:, :1]).all() and (x > 0).all()) for x in arrays)
-
-    def _array(self, rows: Rows) -> np.ndarray:
-        return np.frombuffer(rows, int).reshape(self.shape)
+    def _array(self, term: Term) -> np.ndarray:
+        """By block, device and place."""
+        return np.frombuffer(term.rows, int).reshape(-1, *self.shape)
 
     # --- the structure of a program ---------------------------------------------------------------
 
@@ -119,52 +109,34 @@ class Sums(Walk):
         return NONE
 
     def branch(self, branches: list[Forms], which: Forms) -> Forms:
-        def either(values: Sequence[Forms]) -> Forms:
-            if all(type(value) is tuple for value in values):
-                return tuple(map(either, zip(*values, strict=True)))
-            form = self._either("branches", [*map(_one, values)])
-            return form | frozenset(t._replace(near=False) for t in _one(which))
+        chosen = frozenset(t._replace(near=False) for t in _one(which))
 
-        return either(branches)
+        def either(*values: Forms) -> Form:
+            return self._either("branches", [*map(_one, values)]) | chosen
+
+        return each(either, *branches)
 
     def loop(self, x: Instruction, carried: Forms) -> Forms:
         """What a ring of permutations returns depends on how often it runs."""
         (_, body), turns = x.calls, trips(x)
         most = _TURNS * self.devices
-        self.turns.append(turns)
         for _ in range(most if turns is None else min(turns, most)):
             before, carried = carried, self.run(body, (carried,))
             if carried == before:
-                turns = 0
-                break
-        self.turns.pop()
-        return carried if turns is not None and turns <= most else self._lost(carried)
+                return carried
+        return carried if turns is not None and turns <= most else each(self._lost, carried)
 
-    def _lost(self, value: Forms) -> Forms:
-        if isinstance(value, frozenset):
-            return frozenset(t._replace(rows=(self.zero,), at=None) for t in value)
-        return tuple(map(self._lost, value))
+    def _lost(self, form: Form) -> Form:
+        return frozenset(map(self._torn, form))
 
-    def value(self, x: Instruction, inputs: list[Forms], arguments: tuple[Forms, ...]) -> Forms:
-        if id(x) not in self.ends:
-            return super().value(x, inputs, arguments)
-        self.ending = self.ends[id(x)]
-        value = self._ended(super().value(x, inputs, arguments), self.ending)
-        self.ending = None
-        return value
-
-    def _ended(self, value: Forms, rings: np.ndarray) -> Forms:
-        """The result of a chain of permutations: what was added on the way was summed, too."""
-        if not isinstance(value, frozenset):
-            return tuple(self._ended(element, rings) for element in value)
-        return self._one_ended(value, rings)
-
-    def _one_ended(self, value: Form, rings: np.ndarray) -> Form:
+    def ended(self, value: Form, number: int) -> Form:
+        """What was added on the way of a chain was summed, too."""
         if not any(isinstance(t.atom, OnTheWay) for t in value):
             return value
         there = frozenset(
             t._replace(atom=t.atom.atom) if isinstance(t.atom, OnTheWay) else t for t in value
         )
+        rings = self.transfers[number].groups
         return self._each(self._added("ring", [there]), lambda a: _over_groups(a, rings))
 
     # --- one device -------------------------------------------------------------------------------
@@ -181,7 +153,7 @@ class Sums(Walk):
         keeps = x.row.like >= Likeness.ELEMENTS or x.does in ("broadcast", "negate")
         if self.ending is not None and not keeps and x.does not in _SUMS:
             # The last sum of a ring may be in one fusion with what uses it.
-            forms = [self._one_ended(form, self.ending) for form in forms]
+            forms = [self.ended(form, self.ending) for form in forms]
         match x.does:
             case "add" | "subtract":
                 return self._added(_key(x), forms)
@@ -202,46 +174,44 @@ class Sums(Walk):
             case "slice" | "dynamic-slice":
                 return frozenset(self._taken(x, t) for t in forms[0])
             case "pad" | "reverse":
-                return frozenset(t if t.at is None else self._torn(t) for t in forms[0])
+                return self._placed(forms[0], _nowhere)
         if keeps:
-            return frozenset(self._moved(x, t) for t in forms[0])
+            return self._moved(x, forms[0])
         if x.row.product or x.target:
             return self._multiplied(x, forms)
         if x.row.elementwise:
             return self._local(_key(x), forms)
-        return self._local(_key(x), [self._without_blocks(form) for form in forms])
+        return self._local(_key(x), [self._placed(form, _nowhere) for form in forms])
 
     def _torn(self, term: Term) -> Term:
         """A term of whose blocks it is unknown where they are."""
-        return term._replace(rows=(self.zero,), at=None)
+        return term._replace(rows=self.zero, at=None)
 
-    def _without_blocks(self, form: Form) -> Form:
-        return frozenset(t if t.at is None else self._torn(t) for t in form)
+    def _placed(self, form: Form, after: Callable[[At], At | None]) -> Form:
+        """The same terms, with their blocks where they are after a move."""
+        return frozenset(t if t.at is None else self._at(t, after(t.at)) for t in form)
+
+    def _at(self, term: Term, at: At | None) -> Term:
+        return self._torn(term) if at is None else term._replace(at=at)
 
     def _local(self, key: object, forms: Sequence[Form]) -> Form:
         """What a device computes from these, not as a sum."""
         terms = [t for form in forms for t in form]
         near = [t for t in terms if t.near]
-        scales = [t for t in terms if not t.near and t.rows != (self.zero,)]
+        scales = [t for t in terms if not t.near and t.rows != self.zero]
         used = [*near, *scales] or terms
         if not used:
             return NONE
         places = {t.at for t in used if t.at is not None}
         if len(places) > 1:
-            used = [t if t.at is None else self._torn(t) for t in used]
+            used = self._placed(frozenset(used), _nowhere)
+        # Summed is what is summed in all of these; a device that has nothing in common has its own
+        # data.
+        least = reduce(np.minimum, map(self._array, used))
+        least = np.where(least.any(-1, keepdims=True), least, self.own)
+        least //= np.maximum(np.gcd.reduce(least, (1, 2), keepdims=True), 1)
         at = places.pop() if len(places) == 1 else None
-        blocks = range(at.blocks if at is not None else 1)
-        rows = tuple(self._least({t.rows[i if t.at else 0] for t in used}) for i in blocks)
-        return frozenset([Term(key, rows, at, bool(near))])
-
-    def _least(self, several: set[Rows]) -> Rows:
-        """What is summed in all of these; a device that has nothing in common has its own data."""
-        if len(several) == 1:
-            (rows,) = several
-            least = self._array(rows)
-        else:
-            least = reduce(np.minimum, map(self._array, several))
-        return _smallest([np.where(least.any(1, keepdims=True), least, self.own)])[0]
+        return frozenset([Term(key, least.tobytes(), at, bool(near))])
 
     def _added(self, key: object, forms: Sequence[Form]) -> Form:
         terms: dict[object, Term] = {}
@@ -253,13 +223,8 @@ class Sums(Walk):
     def _sum(self, a: Term, b: Term) -> Term:
         if a.at is not None and b.at is not None and a.at != b.at:
             return self._torn(a)
-        at = a.at or b.at
-        blocks = range(1 if at is None else at.blocks)
-        sums = [
-            self._array(a.rows[i if a.at else 0]) + self._array(b.rows[i if b.at else 0])
-            for i in blocks
-        ]
-        return Term(a.atom, _smallest(sums), at, a.near or b.near)
+        total = self._array(a) + self._array(b)
+        return Term(a.atom, _smallest(total), a.at or b.at, a.near or b.near)
 
     def _either(self, key: object, forms: Sequence[Form]) -> Form:
         """One of these, or parts of them."""
@@ -280,18 +245,12 @@ class Sums(Walk):
         return self._added(_key(x), [a, b])
 
     def _each(self, form: Form, change: Callable[[np.ndarray], np.ndarray]) -> Form:
-        return frozenset(
-            t._replace(rows=_smallest([change(self._array(rows)) for rows in t.rows])) for t in form
-        )
+        return frozenset(t._replace(rows=_smallest(change(self._array(t)))) for t in form)
 
-    def _moved(self, x: Instruction, term: Term) -> Term:
-        near = term.near
-        if x.opcode == "broadcast":
-            near = near and x.arrays[0].size == x.operand(0).arrays[0].size
-        if term.at is None:
-            return term._replace(near=near)
-        at = after_move(x, term.at)
-        return self._torn(term) if at is None else term._replace(at=at, near=near)
+    def _moved(self, x: Instruction, form: Form) -> Form:
+        if x.opcode == "broadcast" and x.arrays[0].size != x.operand(0).arrays[0].size:
+            form = frozenset(t._replace(near=False) for t in form)
+        return self._placed(form, lambda at: after_move(x, at))
 
     def _updated(self, x: Instruction, base: Form, update: Form) -> Form:
         whole, part = x.arrays[0].shape, x.operand(1).arrays[0].shape
@@ -303,10 +262,7 @@ class Sums(Walk):
             at = At(dim, part[dim], whole[dim] // part[dim])
             blocks = where // part[dim] == np.arange(at.blocks)
             placed = frozenset(
-                t._replace(
-                    rows=tuple((self._array(t.rows[0]) * m[:, None]).tobytes() for m in blocks.T),
-                    at=at,
-                )
+                t._replace(rows=(self._array(t) * blocks.T[:, :, None]).tobytes(), at=at)
                 for t in update
             )
             return self._added(_key(x), [base, placed])
@@ -314,37 +270,31 @@ class Sums(Walk):
 
     def _concatenated(self, x: Instruction, forms: list[Form]) -> Form:
         (dim,) = x.dims()
-        forms = [
-            frozenset(self._torn(t) if t.at is not None and t.at.dim == dim else t for t in form)
-            for form in forms
-        ]
+        forms = [self._placed(form, lambda at: at.beside(dim)) for form in forms]
         sizes = {y.arrays[0].shape[dim] for y in x.inputs()}
         rows = [{t.atom: t.rows for t in form} for form in forms]
-        alike = len(sizes) == 1 and all(each.keys() == rows[0].keys() for each in rows)
+        alike = len(sizes) == 1 and all(row.keys() == rows[0].keys() for row in rows)
         # Parts that have come from several devices, one by one.
-        if alike and rows[0] and any(each != rows[0] for each in rows):
+        apart = rows[0] and any(row != rows[0] for row in rows)
+        if alike and apart and all(t.at is None for form in forms for t in form):
             at = At(dim, sizes.pop(), len(forms))
-            gathered = [
-                Term(t.atom, tuple(each[t.atom][0] for each in rows), at, t.near) for t in forms[0]
-            ]
-            if all(t.at is None for form in forms for t in form):
-                return _together(_key(x), gathered)
+            gathered = (
+                Term(t.atom, b"".join(row[t.atom] for row in rows), at, t.near) for t in forms[0]
+            )
+            return _together(_key(x), gathered)
         return self._either(_key(x), forms)
 
     def _reduced(self, x: Instruction, form: Form) -> Form:
-        adds = x.adds
-        reduced: list[Term] = []
-        for term in form:
-            at = None if term.at is None else after_reduce(x, term.at)
-            if term.at is not None and at is None:
-                reduced.append(self._over_blocks(term) if adds else self._torn(term))
-            else:
-                reduced.append(term._replace(at=at))
-        return frozenset(reduced) if adds else self._local(_key(x), [frozenset(reduced)])
+        reduced, rank = x.dims(), len(x.operand(0).arrays[0].shape)
+        left = {dim: i for i, dim in enumerate(d for d in range(rank) if d not in reduced)}
+        if not x.adds:
+            return self._local(_key(x), [self._placed(form, lambda at: at.along(left))])
+        form = frozenset(self._over_blocks(t) if t.at and t.at.dim in reduced else t for t in form)
+        return self._placed(form, lambda at: at.along(left))
 
     def _over_blocks(self, term: Term) -> Term:
-        total = np.sum([self._array(rows) for rows in term.rows], 0)
-        return term._replace(rows=_smallest([total]), at=None)
+        total = self._array(term).sum(0)
+        return term._replace(rows=_smallest(total), at=None)
 
     def _scattered(self, x: Instruction, base: Form, indices: Form, updates: Form) -> Form:
         """Adds rows to a table; of gathered rows, it sums those of all devices."""
@@ -354,20 +304,15 @@ class Sums(Walk):
         rows = [i for i in range(len(x.operand(2).arrays[0].shape)) if i not in window]
         places = [i for i in range(len(x.operand(1).arrays[0].shape)) if i != vector]
         to_row = dict(zip(places, rows, strict=False))
-
-        def row_of(term: Term, of: dict[int, int]) -> Term:
-            if term.at is None:
-                return term
-            dim = of.get(term.at.dim)
-            return self._torn(term) if dim is None else term._replace(at=term.at._replace(dim=dim))
-
         given = [
-            frozenset(row_of(t, to_row)._replace(near=False) for t in indices),
-            frozenset(row_of(t, {i: i for i in rows}) for t in updates),
+            frozenset(
+                t._replace(near=False) for t in self._placed(indices, lambda at: at.along(to_row))
+            ),
+            self._placed(updates, lambda at: at.along(dict(zip(rows, rows, strict=True)))),
         ]
         made = self._local(_key(x), given)
         summed = frozenset(self._over_blocks(t) if t.at and adds else t for t in made)
-        return self._added(_key(x), [base, self._without_blocks(summed)])
+        return self._added(_key(x), [base, self._placed(summed, _nowhere)])
 
     def _taken(self, x: Instruction, term: Term) -> Term:
         if term.at is None:
@@ -378,22 +323,19 @@ class Sums(Walk):
             return term
         first = positions(x.operand(1 + dim), self.devices) if x.opcode != "slice" else None
         if x.opcode == "slice":
-            taken = sliced(x, term.at)
-            if taken is None or (taken.step != 1 and after > 1):
+            taken = x.slices[dim]
+            if taken.step != 1 and after > 1:
                 return self._torn(term)
             first = np.full((self.devices, 1), taken.start)
         if first is None:
             # XLA:CPU of JAX 0.10 adds rows to a table in a loop that takes each of them once.
-            each_once = bool(self.turns) and (self.turns[-1] or 0) * after == before
+            each_once = bool(self.loops) and (trips(self.loops[-1]) or 0) * after == before
             return self._over_blocks(term) if each_once else self._torn(term)
         first = np.clip(first[:, 0], 0, before - after)
         in_one = (first // stride == (first + after - 1) // stride).all()
         if in_one or not ((first % stride).any() or after % stride):
-            arrays = np.stack([self._array(rows) for rows in term.rows])
-            blocks = [
-                arrays[(first // stride + i) % count, np.arange(self.devices)]
-                for i in range(1 if in_one else after // stride)
-            ]
+            taken = np.arange(1 if in_one else after // stride)[:, None]
+            blocks = self._array(term)[(first // stride + taken) % count, np.arange(self.devices)]
             at = None if in_one else At(dim, stride, len(blocks))
             return term._replace(rows=_smallest(blocks), at=at)
         # Without padding at the end.
@@ -404,50 +346,35 @@ class Sums(Walk):
     def _multiplied(self, x: Instruction, forms: list[Form]) -> Form:
         if not all(map(self.is_summed, forms)):
             self.local_products.add(id(x))
-        summed: list[Form] = []
-        for i, form in enumerate(forms):
-            after: list[Term] = []
-            for term in form:
-                at = None if term.at is None else after_product(x, i, term.at)
-                if at is True:
-                    at = At(-1, 1, len(term.rows))  # no dimension of the result
-                after.append(
-                    self._torn(term)
-                    if term.at is not None and not at
-                    else term._replace(at=at or None)
-                )
-            summed.append(frozenset(t._replace(near=True) for t in after))
+        summed = [
+            frozenset(
+                t._replace(near=True)
+                for t in self._placed(form, lambda at, i=i: after_product(x, i, at))
+            )
+            for i, form in enumerate(forms)
+        ]
         made = self._local(_key(x), summed)
         return frozenset(self._over_blocks(t) if t.at and t.at.dim < 0 else t for t in made)
 
     # --- between devices --------------------------------------------------------------------------
 
-    def collective(self, x: Instruction, inputs: list[Forms]) -> Forms:
-        first = self.started(x)
-        if first is None:  # each device alone
-            return inputs[0] if len(inputs) == 1 else tuple(inputs)
-        if first is not x and id(first) in self.held:
-            self.held[id(x)] = self.held[id(first)]
-            return self.held[id(x)]
+    def step(self, first: Instruction, inputs: list[Forms]) -> Forms:
+        return frozenset(
+            t if isinstance(t.atom, OnTheWay) else t._replace(atom=OnTheWay(t.atom))
+            for t in _one(inputs)
+        )
+
+    def collective(self, x: Instruction, first: Instruction, inputs: list[Forms]) -> list[Forms]:
         forms = [*map(_one, inputs)]
-        (*_, (_, whole, transfer)) = self.sent[id(first)]
-        if whole.ends:
-            return frozenset(
-                t if isinstance(t.atom, OnTheWay) else t._replace(atom=OnTheWay(t.atom))
-                for t in _one(inputs)
-            )
+        (*_, (_, _, transfer)) = self.sent[id(first)]
         for number, _, _ in self.sent[id(first)]:
             self.given[number] = self.given.get(number, NONE).union(*forms)
-        kind = x.does
-        if kind == "all-to-all" and len(forms) > 1:
-            results = [self._picked(form, transfer, i) for i, form in enumerate(forms)]
-        else:
-            results = [self._sent(x, kind, transfer, i, form) for i, form in enumerate(forms)]
-        self.held[id(x)] = results[0] if len(results) == 1 else tuple(results)
-        return self.held[id(x)]
+        if x.does == "all-to-all" and len(forms) > 1:
+            return [self._picked(form, transfer, i) for i, form in enumerate(forms)]
+        return [self._one_sent(x, transfer, i, form) for i, form in enumerate(forms)]
 
-    def _sent(self, x: Instruction, kind: str, transfer: Transfer, i: int, form: Form) -> Form:
-        groups = transfer.groups
+    def _one_sent(self, x: Instruction, transfer: Transfer, i: int, form: Form) -> Form:
+        groups, kind = transfer.groups, x.does
         match kind:
             case "all-reduce" | "reduce-scatter":
                 if not x.adds:
@@ -457,9 +384,7 @@ class Sums(Walk):
                 summed = self._each(form, lambda a: _over_groups(a, groups))
                 if kind == "reduce-scatter":
                     (dim,) = x.dims()
-                    return frozenset(
-                        self._torn(t) if t.at and t.at.dim == dim else t for t in summed
-                    )
+                    return self._placed(summed, lambda at: at.beside(dim))
                 return summed
             case "collective-permute" | "send":
                 return self._each(form, lambda a: _permuted(a, groups))
@@ -470,37 +395,34 @@ class Sums(Walk):
                 size = x.operand(i).arrays[0].shape[dim]
                 stride = size if kind == "all-gather" else size // groups.shape[1]
                 return frozenset(self._gathered(t, groups, dim, stride) for t in form)
-        return self._lost_form(form)
-
-    def _lost_form(self, form: Form) -> Form:
-        return frozenset(map(self._torn, form))
+        return self._lost(form)
 
     def _is_alike(self, term: Term, groups: np.ndarray) -> bool:
         """Whether devices of a group have the data of the same places."""
-        arrays = [self._array(rows)[groups] for rows in term.rows]
-        return all(bool((x == x[:, :1]).all()) for x in arrays)
+        of_group = self._array(term)[:, groups]
+        return bool((of_group == of_group[:, :, :1]).all())
 
     def _picked(self, form: Form, transfer: Transfer, member: int) -> Form:
         return self._each(form, lambda a: _of_member(a, transfer.groups, member))
 
     def _gathered(self, term: Term, groups: np.ndarray, dim: int, stride: int) -> Term:
-        members = range(groups.shape[1])
-        each = [
-            _smallest([_of_member(self._array(rows), groups, k) for k in members])
-            for rows in term.rows
-        ]
-        if all(len({*blocks}) == 1 for blocks in each):  # over other axes
-            return term._replace(rows=tuple(blocks[0] for blocks in each))
-        return (
-            self._torn(term)
-            if term.at
-            else term._replace(rows=each[0], at=At(dim, stride, len(members)))
-        )
+        array = self._array(term)
+        members = [_of_member(array, groups, k) for k in range(groups.shape[1])]
+        if all(np.array_equal(one, members[0]) for one in members):  # over other axes
+            return term._replace(rows=_smallest(members[0]))
+        if term.at is not None:
+            return self._torn(term)
+        at = At(dim, stride, len(members))
+        return term._replace(rows=_smallest(np.concatenate(members)), at=at)
 
 
 def _one(value: Forms | Sequence[Forms]) -> Form:
     """All terms of a value."""
-    return value if isinstance(value, frozenset) else NONE.union(*map(_one, value))
+    return NONE.union(*flat(value if isinstance(value, frozenset) else tuple(value)))
+
+
+def _nowhere(at: At) -> None:
+    """Where blocks are after what takes them apart."""
 
 
 def _key(x: Instruction) -> object:
@@ -519,25 +441,24 @@ def _together(key: object, terms: Iterable[Term]) -> Form:
     return terms
 
 
-def _smallest(arrays: Sequence[np.ndarray]) -> tuple[Rows, ...]:
+def _smallest(array: np.ndarray) -> Rows:
     """The same proportions in the smallest whole numbers, so that what a loop adds up ends."""
-    divisor = np.gcd.reduce([int(np.gcd.reduce(x, None)) for x in arrays]) or 1
-    return tuple((x // divisor).tobytes() for x in arrays)
+    return (array // (int(np.gcd.reduce(array, None)) or 1)).tobytes()
 
 
 def _over_groups(a: np.ndarray, groups: np.ndarray) -> np.ndarray:
     after = a.copy()
-    after[groups] = a[groups].sum(1, keepdims=True)
+    after[:, groups] = a[:, groups].sum(2, keepdims=True)
     return after
 
 
 def _permuted(a: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     after = np.zeros_like(a)
-    after[pairs[:, 1]] = a[pairs[:, 0]]
+    after[:, pairs[:, 1]] = a[:, pairs[:, 0]]
     return after
 
 
 def _of_member(a: np.ndarray, groups: np.ndarray, member: int) -> np.ndarray:
     after = a.copy()
-    after[groups] = a[groups[:, member]][:, None]
+    after[:, groups] = a[:, groups[:, member]][:, :, None]
     return after

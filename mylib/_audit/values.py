@@ -61,6 +61,7 @@ def _times(a: int | None, b: int | None) -> int | None:
 
 def trips(loop: Instruction) -> int | None:
     """How often the body of a loop runs, or None if that can't be read from the program."""
+    # The compilers for CPUs and GPUs state it. That for TPUs doesn't.
     stated = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if stated is not None:
         return int(stated[1])
@@ -71,7 +72,7 @@ def trips(loop: Instruction) -> int | None:
     left, right = (Value(x) for x in test.inputs())
     direction = test.attribute("direction")
     limit = constant(right)
-    if limit is None:
+    if limit is None:  # the constant may be on the left
         left, right, limit = right, left, constant(left)
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "")
     counter = _carried(left, condition)
@@ -81,12 +82,8 @@ def trips(loop: Instruction) -> int | None:
     step = _step(body, counter)
     if start is None or not step:
         return None
-    distance = limit - start if step > 0 else start - limit
-    if (direction, step > 0) in (("LE", True), ("GE", False)):
-        distance += 1
-    elif (direction, step > 0) not in (("LT", True), ("GT", False)):
-        return None
-    return max(0, -(-distance // abs(step)))
+    ends = {"LT": limit, "LE": limit + 1} if step > 0 else {"GT": limit, "GE": limit - 1}
+    return len(range(start, ends[direction], step)) if direction in ends else None
 
 
 def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
@@ -105,6 +102,7 @@ def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
     left, right = (Value(x) for x in after.made_by.inputs())
     if after.made_by.opcode == "add" and constant(left) is not None:
         left, right = right, left
+    # The counter must be the one that the condition asks for.
     step = constant(right)
     if step is None or _carried(left, body) != counter:
         return None
@@ -145,8 +143,10 @@ def before(value: Value) -> Value | None:
             return _argument(x, path)
         case "while" if _is_invariant(x, path):
             return Value(x.operand(0), path)
+    # The first result of such a start is the operand of the collective that it goes on with.
     if x.row.window == "start" and path == (0,):
         return Value(x.operand(0).operand(0))
+    # Of a call or a fusion the result is computed inside, also if another instruction waits for it.
     if x.row.calls == "run" and x.form != "update":
         return Value(start_of(x).called.result, path)
     if x.row.like >= Likeness.VALUE and x.operands and not x.form and not x.target:
@@ -156,6 +156,7 @@ def before(value: Value) -> Value | None:
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     """The argument that a computation's parameter stands for where the computation is called."""
+    # Called from several places, it stands for several arguments.
     callers = x.computation.callers
     if len(callers) != 1:
         return None
@@ -199,6 +200,7 @@ def _waiting(x: Instruction) -> Iterator[Instruction]:
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     """Whether a loop leaves an element of its carry unchanged."""
     _, body = loop.calls
+    # Loops in loops ask this of each other, so that it could take long.
     for made_by, source in islice(unchanged(Value(body.result, path)), 100):
         if made_by.opcode == "parameter" and made_by.computation is body:
             return source == path

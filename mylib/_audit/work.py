@@ -128,7 +128,8 @@ class _ScheduleReader:
         if x.waits or x.sends or x.row.free or x.row.reserves:
             return [], 0
         if x.row.calls in ("", "each") or x.does == "fusion":
-            return _operation(x)
+            operation, unknown = operation_of(x)
+            return [operation], unknown
         called = [self.read(computation) for computation in x.calls]
         parts = [steps for steps, _ in called]
         # Of all branches: one that can't be counted costs too little to be chosen.
@@ -138,6 +139,7 @@ class _ScheduleReader:
         steps = [step for steps in parts for step in steps]
         if x.row.calls == "run":
             return self._beside(x, steps), unknown
+        # Of a loop whose length is unknown one turn is counted, and that it is unknown.
         turns = trips(x)
         return [Loop(1 if turns is None else turns, tuple(steps))], unknown + (turns is None)
 
@@ -149,7 +151,8 @@ class _ScheduleReader:
         return [step for step in steps if not isinstance(step, End)]
 
 
-def _operation(x: Instruction) -> tuple[list[Step], int]:
+def operation_of(x: Instruction) -> tuple[Operation, int]:
+    """What an instruction does, and how much of that isn't known."""
     flops: Counter[str] = Counter()
     unknown = 0
     is_kernel = False
@@ -160,7 +163,7 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
         if products:
             flops[dtype_of(y)] += 2 * products
     moved, copied = (_read(x, size) + _written(x, size) for size in (_bytes, _bytes_on_host))
-    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel, copied)], unknown
+    return Operation(1, tuple(sorted(flops.items())), moved, is_kernel, copied), unknown
 
 
 def _fused(x: Instruction) -> Iterator[Instruction]:
@@ -182,7 +185,7 @@ def _read_of_operand(x: Instruction, index: int) -> int:
     if index == 0 and x.row.takes:
         return sum(array.padded_bytes for array in done_of(x).arrays)
     if index == 0 and x.row.puts is not None:
-        return 0
+        return 0  # an update is written in place
     if x.does == "fusion":
         return _uses(x.called.parameters[index])
     return sum(array.padded_bytes for array in x.operand(index).arrays)
@@ -197,6 +200,7 @@ def _uses(x: Instruction) -> int:
         if user.row.lazy:
             total += _uses(user)
         elif not _sends(user) and user.opcode != "tuple":
+            # One that takes a value twice reads it once.
             places = [i for i, name in enumerate(user.operands) if name == x.name]
             total += max(_read_of_operand(user, i) for i in places)
     return total
@@ -207,6 +211,7 @@ def _written(x: Instruction, size: Callable[[Array], int]) -> int:
     last = x.called.result if x.does == "fusion" else x
     if _sends(last):
         return 0
+    # A fusion with several results ends in a tuple of them.
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(size(array), _put(y)) for array, y in zip(arrays, each, strict=True))
@@ -217,7 +222,7 @@ def _written(x: Instruction, size: Callable[[Array], int]) -> int:
 
 def _put(x: Instruction) -> int:
     """The bytes that an instruction writes, if its result is in memory."""
-    while x.opcode == "bitcast":
+    while x.opcode == "bitcast":  # an update behind it is in place all the same
         x = x.operand(0)
     if x.opcode == "parameter" or _sends(x):
         return 0
@@ -238,6 +243,7 @@ def _sends(x: Instruction) -> bool:
 @functools.lru_cache(maxsize=10_000)
 def _bytes(array: Array) -> int:
     """The bytes of an array in the device's memory: 0 in a TPU's on-chip memory, or on a host."""
+    # Only the TPU's layouts have tiles. On GPUs `S(1)` is a part of the same memory.
     on_chip = "T(" in array.layout and "S(" in array.layout
     return 0 if on_chip or array.on_host else array.padded_bytes
 

@@ -23,6 +23,9 @@ HI_CALL = "call_hi_primitive"
 JIT = "jit"
 REMAT = "remat2"
 SHARD_MAP = "shard_map"
+# Calls of one jaxpr that do nothing else: their operands are its arguments, the last ones if it has
+# fewer, and their results its results.
+CALLS = frozenset({JIT, CLOSED_CALL, EVAL_JAXPR, CUSTOM_JVP_CALL, CUSTOM_VJP_CALL})
 # Calls that mylib doesn't handle specially. Their types are right, too.
 OTHER_CALLS = frozenset(
     {
@@ -383,3 +386,19 @@ PICKLED_PARTS = {
 PICKLED_NAMES = frozenset(
     f"{module}.{name}" for module, all in PICKLED_PARTS.items() for name in all.split()
 )
+
+# --- the profiler: planes, lines and statistics of `jax.profiler.ProfileData` ---------------------
+
+PROFILE_HOST_PLANE = "/host:CPU"
+PROFILE_DEVICE_PLANE = r"/device:(?P<kind>GPU|TPU):(?P<number>\d+)"
+# The line with calls of Python.
+PROFILE_PYTHON_LINE = "python"
+# The statistics of an operation.
+PROFILE_HLO_OP, PROFILE_HLO_MODULE, PROFILE_PROGRAM_ID = "hlo_op", "hlo_module", "program_id"
+PROFILE_RUN_ID, PROFILE_DEVICE_ORDINAL = "run_id", "device_ordinal"
+# An operation on a CPU ends in an event with this name, that has the operation's number.
+PROFILE_END_OF_EVENT, PROFILE_PRODUCER, PROFILE_CONSUMER = "end: ", "_p", "_c"
+# Of GPUs and TPUs, by public descriptions: there are no programs for these here.
+PROFILE_MODULES_LINE, PROFILE_STREAM_LINE = "XLA Modules", "Stream"
+PROFILE_OPS_LINE, PROFILE_ASYNC_LINE = "XLA Ops", "Async XLA Ops"
+PROFILE_COMMAND_BUFFER = "command_buffer"

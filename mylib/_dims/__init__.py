@@ -2,7 +2,6 @@
 
 from .dims import Dims as Dims, Nodes as Nodes
 from .equations import (
-    AXIS as AXIS,
     Equation as Equation,
     bytes_of as bytes_of,
     is_kept as is_kept,

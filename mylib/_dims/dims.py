@@ -63,6 +63,7 @@ class Dims:
         """Joins the dimensions of an array with those of its reshape. Where one becomes several, it
         is joined with the slowest of them: heads, if heads and their width come apart.
         """
+        # Without elements any sizes fit to each other.
         if 0 in before:
             return
         i = j = 0
@@ -75,6 +76,7 @@ class Dims:
                 else:
                     j += 1
                     b *= after[j]
+            # Dimensions of size 1 are nothing to split.
             x = [xs[k] for k in range(first[0], i + 1) if before[k] > 1]
             y = [ys[k] for k in range(first[1], j + 1) if after[k] > 1]
             if x and y:

@@ -8,22 +8,8 @@ import jax
 from jax.extend.core import Literal
 
 from .._compat import names, opened
-from .._programs import jaxprs_in
-
-# Calls of jaxprs whose arguments are the last ones of the equation.
-_INLINED = frozenset(
-    {
-        names.JIT,
-        names.CLOSED_CALL,
-        names.EVAL_JAXPR,
-        names.CUSTOM_JVP_CALL,
-        names.CUSTOM_VJP_CALL,
-    }
-)
-
-
-# The axis of the mesh of one device on which steps are traced.
-AXIS = "_"
+from .._placement import PLANNING
+from .._programs import followed, jaxprs_in
 
 
 class Equation(NamedTuple):
@@ -50,26 +36,16 @@ def equations_of(jaxpr: Any) -> tuple[list[Equation], list[Any]]:
     """The equations whose results are used, with calls opened, and the jaxpr's results."""
     eqns: list[Equation] = []
 
-    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-        renamed = dict(zip(jaxpr.invars, arguments, strict=True))
+    def inline(eqn: Any, invars: list[Any]) -> list[Any]:
+        called = jaxprs_in(eqn) if eqn.primitive.name in names.CALLS else ()
+        if called:
+            last = invars[len(invars) - len(opened(called[0]).invars) :]
+            return followed(called[0], last, inline, others=lambda var: var)
+        outvars = list(map(_Renamed, eqn.outvars))
+        eqns.append(Equation(eqn.primitive.name, invars, outvars, eqn))
+        return outvars
 
-        def named(var: Any) -> Any:
-            return var if is_literal(var) else renamed.get(var, var)
-
-        for eqn in jaxpr.eqns:
-            invars = [named(var) for var in eqn.invars]
-            called = jaxprs_in(eqn) if eqn.primitive.name in _INLINED else ()
-            if called:
-                inner = opened(called[0])
-                last = invars[len(invars) - len(inner.invars) :]
-                renamed.update(zip(eqn.outvars, inline(inner, last), strict=True))
-            else:
-                renamed.update({var: _Renamed(var) for var in eqn.outvars})
-                outvars = [renamed[var] for var in eqn.outvars]
-                eqns.append(Equation(eqn.primitive.name, invars, outvars, eqn))
-        return [named(var) for var in jaxpr.outvars]
-
-    results = inline(jaxpr, jaxpr.invars)
+    results = followed(jaxpr, jaxpr.invars, inline, others=lambda var: var)
     return _used(eqns, results), results
 
 
@@ -101,9 +77,11 @@ def is_on_host(aval: Any) -> bool:
 
 
 def is_of_plan(eqn: Equation) -> bool:
-    """Whether a constraint is on the mesh on which steps are traced, not on one of the step's."""
-    mesh = getattr(eqn.params[names.PARAM_SHARDING], "mesh", None)
-    return mesh is not None and mesh.axis_names == (AXIS,)
+    """Whether it is on the mesh on which steps are traced, not on one of the step's."""
+    mesh = eqn.params.get(names.PARAM_MESH)
+    if mesh is None:
+        mesh = getattr(eqn.params[names.PARAM_SHARDING], "mesh", None)
+    return mesh is not None and mesh.axis_names == (PLANNING,)
 
 
 def is_kept(eqn: Equation) -> bool:

@@ -193,6 +193,8 @@ class _Reader:
         top: bool = False,
     ) -> list[_Operand]:
         """Walks through a jaxpr with these arguments; its results."""
+        # Not `followed` of `_programs`, which opens no calls: the uses of a value are counted over
+        # all equations, and when each begins and ends tells what is held at the same time.
         values = dict(zip(jaxpr.invars, operands, strict=True))
         values |= {var: self.constant(var) for var in jaxpr.constvars}
 
@@ -200,6 +202,7 @@ class _Reader:
             if is_literal(var):
                 return self.constant(var)
             value = values[var]
+            # If a turn also uses what it adds to, the sum is needed in each turn.
             is_used_once = value.carried is None or uses[var] == 1
             return value if is_used_once else replace(value, carried=None)
 
@@ -286,6 +289,7 @@ class _Apply:
         a, b = (x.nodes for x in self.ins[:2])
         for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
             self.dims.join(a[i], b[j])
+        # The order of JAX's results: rows of both, then the free dimensions of each factor.
         free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows))]
         self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
         self.product(tuple(a[i] for i in left))
@@ -297,6 +301,7 @@ class _Apply:
         by_feature = self.param(names.PARAM_FEATURE_GROUPS) > 1
         a, b = (x.nodes for x in self.ins[:2])
         out_nodes = self.outs[0].nodes
+        # Dimensions of space stay apart: a window reaches over the border of a part.
         if by_batch:
             self.program.grouped.append((_line(self.eqn), a[lhs[1]]))
         else:
@@ -381,6 +386,7 @@ class _Apply:
         inside = [self.reader.fresh(var.aval) for var in body.invars[start : start + carried]]
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
+        # Turns follow each other, so their dimension can't be split to any use.
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
         operands = [_Operand(x.nodes, origin=x.origin) for x in before]
         operands += [
@@ -395,6 +401,7 @@ class _Apply:
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
+            # Each turn only adds to it: XLA all-reduces it once, after the loop.
             if value.carried == i and value.sum is not None:
                 out.sum, value.sum.root.after = value.sum, self.place
         for out, value in zip(self.outs[carried:], results[carried:], strict=True):
@@ -415,6 +422,7 @@ class _Apply:
         loop = self._loop()
         body, operands = opened(loop.body), [*loop.constants, *loop.carry]
         inside = [_Operand(x.nodes, origin=x.origin) for x in operands]
+        # How often it runs depends on data.
         results = self.reader.through(body, inside, self._turns(1))
         for out, value, x in zip(self.outs, results, loop.carry, strict=True):
             self.dims.join_all(out.nodes, value.nodes)
@@ -422,7 +430,7 @@ class _Apply:
         self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
-        """Of a checkpoint, or of the branches of a condition, of which all are counted."""
+        """A checkpoint, or the branches of a condition, all of which are counted."""
         called = [x for x in jaxprs_in(self.eqn.source) if not _only_calls_back(opened(x))]
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
@@ -430,11 +438,21 @@ class _Apply:
             for out, value in zip(self.outs, results, strict=True):
                 self.dims.join_all(out.nodes, value.nodes)
                 out.origin = value.origin
+                # Which of several branches makes the sum is known only while the program runs.
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
 
     def told(self) -> None:
         """Whether any of some numbers is true: a number without dimensions."""
+
+    def by_matrix(self) -> None:
+        """The updates of `by_matrix`, whose price is that of its layout on each mesh."""
+        if not is_of_plan(self.eqn):
+            self.unknown()
+            return
+        for x, out in zip(self.ins, self.outs, strict=False):
+            if len(x.nodes) == len(out.nodes):
+                self.dims.join_all(x.nodes, out.nodes)
 
     def transposed(self) -> None:
         order = self.param(names.PARAM_PERMUTATION)
@@ -455,6 +473,7 @@ class _Apply:
     def broadcast(self) -> None:
         out_shape = shape_of(self.out_avals[0])
         for i, j in enumerate(self.param(names.PARAM_BROADCAST_DIMENSIONS)):
+            # A dimension of size 1 that is repeated has no parts.
             if self.shape(0)[i] == out_shape[j]:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
         if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
@@ -480,10 +499,12 @@ class _Apply:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
         for out in self.outs:
             self.dims.join_all(out.nodes, _without(nodes, axes))
+        # Over dimensions of size 1 nothing is reduced.
         if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
             self.outs[0].sum = self.ins[0].sum
         else:
             self.sum_over(nodes[i] for i in axes)
+        # A maximum takes a collective of the same size, but no part of a later sum.
         if self.eqn.name != names.REDUCE_SUM:
             self.outs[0].sum = None
 
@@ -533,6 +554,7 @@ class _Apply:
         self._needs_whole(whole)
 
     def turned(self) -> None:
+        """A reversed dimension keeps its size, but each element goes to another part."""
         dims, nodes = self.param(names.PARAM_DIMENSIONS), self.ins[0].nodes
         self.dims.join_all(_without(nodes, dims), _without(self.outs[0].nodes, dims))
         self._needs_whole([nodes[i] for i in dims if self.shape(0)[i] > 1])
@@ -564,7 +586,9 @@ class _Apply:
             if sizes[i] == self.shape(0)[i]:
                 self.dims.join(out[o], table.nodes[i])
             else:
+                # A slice of several places may reach over the border of a part.
                 (looked_up if sizes[i] == 1 else cut).append(table.nodes[i])
+        # The last dimension of the indices has the coordinates of each.
         self.dims.join_all(_without(out, numbers.offset_dims), indices.nodes[:-1])
         self._join_batches(table, indices, numbers.start_indices_batching_dims)
         # Each device looks up the rows that it has, and the results are summed.
@@ -589,6 +613,7 @@ class _Apply:
         rows = _without(updates.nodes, numbers.update_window_dims)
         self.dims.join_all(rows, indices.nodes[:-1])
         self._join_batches(table, indices, numbers.scatter_indices_batching_dims)
+        # Each device adds the rows that it has to a table of its own.
         self.sum_over(rows)
 
     def made_of_keys(self) -> None:
@@ -603,6 +628,7 @@ class _Apply:
 
     def by_element(self) -> None:
         out, size = self.outs[0], shape_of(self.out_avals[0])
+        # The others are single numbers.
         alike = [x for x, a in zip(self.ins, self.in_avals, strict=True) if shape_of(a) == size]
         for x, aval in zip(self.ins, self.in_avals, strict=True):
             # Dimensions of size 1 are broadcast, and not joined.
@@ -616,10 +642,12 @@ class _Apply:
     def added(self) -> None:
         sums = [x.sum for x in self.ins if x.sum is not None]
         carried = [x.carried for x in self.ins if x.carried is not None]
+        # What a turn adds to what is carried may be summed after the loop.
         if sums and len(carried) == 1:
             self.outs[0].sum, self.outs[0].carried = sums[0], carried[0]
         if len(sums) == len(self.ins) == 2 and sums[0].amount == sums[1].amount:
             first, other = sorted((x.root for x in sums), key=lambda x: x.number)
+            # XLA adds first, and then sums over devices; but not over the border of a loop.
             if first is not other and first.place is other.place:
                 other.first = first
             self.outs[0].sum = sums[0]
@@ -632,6 +660,7 @@ class _Apply:
         if is_kept(self.eqn):
             if x.sum is not None:
                 x.sum.scattered = True
+        # `fully_shard` constrains a weight to where it is used; what is still a sum is no weight.
         elif x.sum is None:
             size = bytes_of(self.in_avals[0])
             self.program.moves.append(Event(self.place, size, x.nodes))
@@ -698,6 +727,7 @@ _RULES: dict[str, _Rule] = {
     names.REVERSED: _Apply.turned,
     names.RESHAPE: _Apply.reshaped,
     names.SCAN: _Apply.scan,
+    names.SHARD_MAP: _Apply.by_matrix,
     names.SQUEEZE: _Apply.squeezed,
     names.TAKEN_APART: _Apply.taken_apart,
     names.TILED: _Apply.tiled,

@@ -27,7 +27,7 @@ from .._compat import (
     rule_of_custom_jvp,
     rules_of_custom_vjp,
 )
-from .._programs import bind_as, checkpointed, interpret, jaxprs_in
+from .._programs import at_shardings, bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
 from .gather import Route, gather_weights
@@ -88,14 +88,16 @@ def _call(eqn: Any, args: Values) -> Arrays:
         return bind_as(eqn, args)
     results = bind_as(eqn, args, **{key: _untyped(x) for key, x in params.items()})
     if name == names.DEVICE_PUT:
-        return _all_constrained(results, params[names.PARAM_DEVICES])
+        return at_shardings(results, params[names.PARAM_DEVICES], _constrained)
     for key in (names.PARAM_SHARDING, names.PARAM_OUT_SHARDING):
-        results = _all_constrained(results, [params.get(key)] * len(results))
+        results = at_shardings(results, [params.get(key)] * len(results), _constrained)
     return results
 
 
-def _constrained(x: Any, sharding: NamedSharding) -> Any:
+def _constrained(x: Any, sharding: Any) -> Any:
     """`x` as its author asked for. A partial sum is a sum: the compiler decides where to add."""
+    if not isinstance(sharding, NamedSharding):
+        return x
     if sharding.spec.unreduced or not sharding.mesh.explicit_axes:
         return x
     return _at(x, sharding)
@@ -151,21 +153,14 @@ def _inlined(eqn: Any, args: Values) -> Arrays:
 
 def _jit(eqn: Any, args: Values) -> Arrays:
     params = eqn.params
-    args = _all_constrained(args, params[names.PARAM_IN_SHARDINGS])
+    args = at_shardings(args, params[names.PARAM_IN_SHARDINGS], _constrained)
 
     def run(*args: Any) -> Arrays:
         return _run_on_auto_axes(params[names.PARAM_JAXPR], args)
 
     run.__name__ = params[names.PARAM_NAME]
     results = jax.jit(run, inline=params[names.PARAM_INLINE])(*args)
-    return _all_constrained(results, params[names.PARAM_OUT_SHARDINGS])
-
-
-def _all_constrained(xs: Values, shardings: Values) -> Arrays:
-    return [
-        _constrained(x, s) if isinstance(s, NamedSharding) else x
-        for x, s in zip(xs, shardings, strict=True)
-    ]
+    return at_shardings(results, params[names.PARAM_OUT_SHARDINGS], _constrained)
 
 
 def _constraint(eqn: Any, args: Values) -> Arrays:

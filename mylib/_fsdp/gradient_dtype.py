@@ -19,8 +19,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from .._compat import names, scan_sizes
-from .._programs import bind_as, checkpointed, interpret, jaxprs_in, scanned
+from .._compat import names
+from .._programs import bind_as, checkpointed, interpret, jaxprs_in, scan_of, scanned
 
 Values = list[Any]
 
@@ -87,16 +87,13 @@ def _inside(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def _scan(eqn: Any, args: Sequence[Any]) -> Values:
-    constants, carried = scan_sizes(eqn)
-    first = constants + carried
-    run = _inside(eqn)
+    loop, run = scan_of(eqn, args), _inside(eqn)
 
-    def turn(carry: Any, xs: Any) -> Any:
-        results = _values(run([*args[:constants], *carry, *xs]))
-        return results[:carried], results[carried:]
+    def turn(state: None, given: Values) -> tuple[None, Values, tuple[()]]:
+        return state, _values(run(given)), ()
 
-    carry, ys = scanned(eqn, turn, _values(args[constants:first]), args[first:])
-    return [*carry, *ys]
+    _, results, _ = scanned(eqn, loop._replace(carry=_values(loop.carry)), turn, None)
+    return results
 
 
 def _product(eqn: Any, args: Sequence[Any]) -> Any:

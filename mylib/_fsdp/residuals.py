@@ -50,7 +50,7 @@ class Residuals:
         return Residuals(prefix, mesh, frozenset().union(*map(_axes, used)))
 
     def residual(self, args: Sequence[Any], layer: str) -> "Residual":
-        """That of a call of a layer: its first argument."""
+        """The residual of a layer's call: its first argument."""
         prefix = self.prefix.fill(())
         if not args:
             raise PlacementError([_without_input(layer, prefix)])

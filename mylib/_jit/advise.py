@@ -22,11 +22,11 @@ class Advice:
 
     def __init__(self) -> None:
         self._numbers = ChangingNumbers()
-        # Whether it has been told that all devices compute the same.
+        # Whether a warning has said that all devices compute the same.
         self.is_replicated_told = False
 
     def about_new(self, call: Call, latest: Outline | None, inputs: Inputs | None) -> None:
-        """Of a call with a new tree of arguments, after that of the call before."""
+        """Warns about a call with a new tree of arguments; `latest` is that of the call before."""
         wrapped = call.wrapped
         self._numbers.look_at(call.outline, latest, wrapped.name, partial(leaves_of, call))
         if inputs is not None and isinstance(inputs.placement, dict):

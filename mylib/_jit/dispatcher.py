@@ -164,7 +164,7 @@ class Dispatcher(Wrapped):
 
 
 class _RefuseDeleted(Step):
-    """Raises what newer versions of JAX raise, where older ones would end the process."""
+    """Raises the error of newer versions of JAX, where older ones would abort the process."""
 
     def __init__(self) -> None:
         # Whether several devices took part in a call.

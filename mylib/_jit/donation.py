@@ -52,7 +52,7 @@ class Donation(Step):
 
     @property
     def positions(self) -> list[int]:
-        """Those of the donated arrays among all that the program takes."""
+        """The positions of the donated arrays among all arrays that the program takes."""
         return [i for i, donated in enumerate(self._donated) if donated]
 
     def before(self, arrays: Arrays, call: Call) -> Arrays:

@@ -31,7 +31,6 @@ from .._compat import (
     opened,
     quiet_callbacks,
     replace_error_check,
-    scan_sizes,
     unspecified,
     value_under,
     without_dead_code,
@@ -44,6 +43,7 @@ from .._programs import (
     interpret,
     jaxprs_in,
     line_of,
+    scan_of,
     scanned,
     with_equations,
     with_jaxprs,
@@ -388,18 +388,14 @@ class _Rewriting:
         return self._function(inner)(*args)
 
     def scan(self, eqn: Any, args: list[Any]) -> list[Any]:
-        constants, carried = scan_sizes(eqn)
-        inner = eqn.params[names.PARAM_JAXPR]
+        loop = scan_of(eqn, args)
 
-        def turn(state: Any, xs: list[Any]) -> Any:
-            failed, carry = state
-            values, new = self.run(inner, [*args[:constants], *carry, *xs])
-            failed = _first(failed, new)
-            return (failed, values[:carried]), values[carried:]
+        def turn(failed: Any, given: list[Any]) -> tuple[Any, list[Any], tuple[()]]:
+            values, new = self.run(loop.body, given)
+            return _first(failed, new), values, ()
 
-        carry, xs = args[constants : constants + carried], args[constants + carried :]
-        (failed, carry), ys = scanned(eqn, turn, (_none(), carry), xs)
-        return [*carry, *ys, failed]
+        failed, results, _ = scanned(eqn, loop, turn, _none())
+        return [*results, failed]
 
     def while_(self, eqn: Any, args: list[Any]) -> list[Any]:
         params = eqn.params

@@ -9,7 +9,9 @@ Needed with JAX 0.12.0; no public issue is known. May go once `tests/jit/test_pl
 passes without it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax.sharding import AxisType, NamedSharding
@@ -27,7 +29,7 @@ from .._placement import (
 )
 from .._transfer import filter_device_put, place_leaves
 from .._tree import split
-from .steps import Call, Step
+from .steps import Call
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +40,8 @@ class OutShardings:
     mesh: AnyMesh | None
     name: str
 
-    def placed(self, result: Any) -> tuple[Any, list[Step]]:
-        """The results inside of the program, placed, and what is to be done after it."""
+    def placed(self, result: Any) -> tuple[Any, list[Callable[[Call], None]]]:
+        """The results inside of the program, placed, and what is to be done after each call."""
         if self.placement is None:
             return result, []
         try:
@@ -49,29 +51,23 @@ class OutShardings:
             raise
         return placed, self._later(placed)
 
-    def _later(self, result: Any) -> list[Step]:
+    def _later(self, result: Any) -> list[Callable[[Call], None]]:
         leaves, world = split(result), current_world()
         if all(x.size for x in leaves.arrays) and not any(map(_is_mixed, (world.mesh, self.mesh))):
             return []
         targets = resolve_leaves(leaves, self.placement, self.mesh, world)
-        later = [
+        later: list[Target | None] = [
             grounded(target, world) if target and (not x.size or _mixes_types(target)) else None
             for x, target in zip(leaves.arrays, targets, strict=True)
         ]
-        return [Later(later)] if any(later) else []
+        return [partial(_place, later)] if any(later) else []
 
 
-class Later(Step):
-    """Places results after the program."""
-
-    def __init__(self, targets: list[Target | None]):
-        self._targets = targets
-
-    def after(self, call: Call) -> None:
-        if call.mode != "staged":  # else the surrounding program decides
-            leaves = split(call.returned.arrays)
-            placed = place_leaves(leaves, self._targets, current_world(), check=False)
-            call.returned.arrays = leaves.join(placed)
+def _place(targets: list[Target | None], call: Call) -> None:
+    if call.mode != "staged":  # else the surrounding program decides
+        leaves = split(call.returned.arrays)
+        placed = place_leaves(leaves, targets, current_world(), check=False)
+        call.returned.arrays = leaves.join(placed)
 
 
 def _is_mixed(mesh: AnyMesh | None) -> bool:

@@ -59,7 +59,7 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 
 
 def explain(error: Exception, call: Call) -> None:
-    """Raises what says more than an error of a call, or adds a note to the error."""
+    """Replaces a call's error with a clearer one, or adds a note."""
     text = all_words(error)
     readable = readable_error(text, call.wrapped.id)
     if readable is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from .._placement import Target, axis_types, sharding_of, split_over
 from .._tree import Arrays, Made, Outline, Rest, outlined
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
 from .later import OutShardings
-from .steps import Call, Step, Wrapped
+from .steps import Call, Wrapped
 
 
 @dataclass(eq=False)
@@ -28,7 +29,7 @@ class Trace:
     kept: dict[int, NamedSharding] = field(default_factory=dict)
     # The code of functions traced inside of it, whose captured arrays become its own.
     nested: list[Any] = field(default_factory=list)
-    # Whether nobody has looked at the captured arrays.
+    # Whether the captured arrays haven't been checked yet.
     is_new: bool = True
     # What `mylib.watch` needs to find out only once.
     memo: list[Any] = field(default_factory=list)
@@ -110,10 +111,9 @@ class Running:
 
     def _trace(self, arrays: Arrays) -> Made:
         with tracing(arrays) as trace, donation_warning(silenced=False):
-            result, later = self._outputs.placed(self._called(arrays))
+            result, after = self._outputs.placed(self._called(arrays))
         trace.is_new = is_staged()
         returned, outline = outlined(result)
-        after = [x.after for x in later]
         if any(map(_is_in_host_memory, returned)):
             after.insert(0, _in_host_memory)
         if trace.kept:
@@ -135,7 +135,7 @@ class Running:
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         rest = returned.rest
         if checks is not None:
-            rest = replace(rest, after=[_Raise(checks, self._wrapped.id).after, *rest.after])
+            rest = replace(rest, after=[partial(_raise, checks), *rest.after])
         return Made(returned.arrays, rest, failed)
 
 
@@ -148,14 +148,9 @@ def _donating(errors: Errors) -> Iterator[None]:
 # What the results of some traces need after each call.
 
 
-class _Raise(Step):
+def _raise(checks: Checks, call: Call) -> None:
     """Raises the errors of checks."""
-
-    def __init__(self, checks: Checks, jit_id: bytes):
-        self._checks, self._id = checks, jit_id
-
-    def after(self, call: Call) -> None:
-        self._checks.raise_if(call.returned.failed, call.returned.arrays, self._id)
+    checks.raise_if(call.returned.failed, call.returned.arrays, call.wrapped.id)
 
 
 def _in_host_memory(call: Call) -> None:
@@ -208,7 +203,7 @@ def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:
 
 
 def _can_arrive(kept: NamedSharding, dtype: jnp.dtype) -> bool:
-    """Whether weights may be kept there, and arrive elsewhere without anybody's noticing."""
+    """Whether weights that are kept there can arrive elsewhere unnoticed."""
     # On Explicit axes the types say where arrays are.
     axes, types = split_over(kept), axis_types(kept.mesh)
     is_free = PartitionSpec.UNCONSTRAINED in kept.spec.partitions

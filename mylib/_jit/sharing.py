@@ -16,8 +16,8 @@ _MOST = 512
 
 
 def shared(dispatcher: Dispatcher) -> Dispatcher:
-    """That of an equal function, if there is one."""
-    # Of two equal functions that can change, one may.
+    """The dispatcher of an equal function, if there is one."""
+    # Two equal functions that can change are kept apart: one of them may change.
     is_placing = dispatcher.inputs is not None or dispatcher.out_shardings is not None
     if is_placing or dispatcher.fun.state:
         return dispatcher
@@ -45,7 +45,7 @@ class _SharedDispatchers(Recent[Any, Dispatcher]):
 
 
 _NAME = "__mylib_programs__"
-# Those of functions that stay until the process ends.
+# The dispatchers of functions that stay until the process ends.
 _of_lasting = _SharedDispatchers()
 
 

@@ -16,7 +16,7 @@ def cut(parts: tuple[tuple[_Ints, _Ints], ...], shard: jax.Array) -> list[jax.Ar
 
     The server keeps no buffer alive: if a shard is donated or deleted before another process has
     pulled it, that process gets JAX's error of a deleted buffer (50 of 50 times, in JAX 0.10.2 and
-    0.12; no public issue is known). So the server gets copies, which nobody else can delete. They
+    0.12; no public issue is known). So the server gets copies, which no other code deletes. They
     are most of what a transfer of 1 MB or more to the same spec takes longer than `jax.device_put`.
     """
     pieces = []

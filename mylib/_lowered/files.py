@@ -141,7 +141,7 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
             file.write(content)
         return
     target = Path(os.path.realpath(path))
-    # Not `tempfile`, whose files nobody else may read.
+    # Not `tempfile`: other users may not read its files.
     unfinished = target.with_name(f".mylib-{secrets.token_hex(8)}")
     try:
         with open(unfinished, "xb") as file:

@@ -12,7 +12,7 @@ from .group import MatrixGroup, shares
 _UNEVEN = 1.3
 
 
-def loads_of(groups: Sequence[MatrixGroup], works: Sequence[int]) -> np.ndarray:
+def loads_of(groups: Sequence[MatrixGroup], works: Sequence[float]) -> np.ndarray:
     """What each device of the mesh computes. `works` is what one matrix of each group takes."""
     mesh = groups[0].mesh
     total = np.zeros(tuple(mesh.shape.values()))

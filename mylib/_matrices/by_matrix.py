@@ -23,7 +23,7 @@ class Transform(NamedTuple):
 
 def by_matrix(
     transform: Any,
-    kept: PyTree[Placement],
+    kept: PyTree[Placement] | None,
     /,
     over: str | tuple[str, ...] | None = None,
     *,
@@ -47,8 +47,10 @@ def by_matrix(
     - `transform`: an optimiser with `init` and `update`, such as `optax.contrib.muon(1e-3)`.
         Masks and labels inside of it work. What combines gradients of different weights, such as
         clipping by the global norm, goes outside: `optax.chain(clip, by_matrix(...))`.
-    - `kept`: how weights are kept, as for [`mylib.fully_shard`][].
+    - `kept`: how weights are kept, as for [`mylib.fully_shard`][]; None in a step for
+        [`mylib.plan`][], which decides it.
     - `over`: the mesh axes over which matrices are given out; by default those that `kept` uses.
+        For a plan, those of them that its mesh has.
     - `matrices`: a function of a [`mylib.Leaf`][] that returns its dimensions as
         `(batch, rows, columns)`, each a number or a tuple of numbers; None for a leaf that is not
         a matrix, or `mylib.rules.PASS`. By default leaves of two dimensions are matrices, and

@@ -10,10 +10,8 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from jax.extend.core import Literal
-
 from .._compat import names, opened
-from .._programs import Looped, jaxprs_in, loop_of
+from .._programs import Looped, followed, jaxprs_in, loop_of, repeated
 
 # A set of arguments, as bits: programs have many values, and sets of numbers would be slow.
 Bits = int
@@ -25,16 +23,7 @@ def dependences(
     """The arguments that each result of a jaxpr depends on. `visit` is called with each equation
     without a jaxpr of its own, and what its operands depend on.
     """
-    jaxpr = opened(program)
-    values: dict[Any, Bits] = dict(zip(jaxpr.invars, args, strict=True))
-
-    def read(x: Any) -> Bits:
-        return 0 if isinstance(x, Literal) else values.get(x, 0)
-
-    for eqn in jaxpr.eqns:
-        operands = [read(x) for x in eqn.invars]
-        values.update(zip(eqn.outvars, _through(eqn, operands, visit), strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    return followed(program, args, lambda eqn, xs: _through(eqn, xs, visit), lambda x: 0)
 
 
 def _through(eqn: Any, operands: list[Bits], visit: Any) -> Sequence[Bits]:
@@ -57,13 +46,14 @@ def _through(eqn: Any, operands: list[Bits], visit: Any) -> Sequence[Bits]:
 
 
 def _repeated(loop: Looped, visit: Any) -> list[Bits]:
-    carry, again = loop.carry, 0
-    while True:
-        if loop.test is not None:
-            (again,) = dependences(loop.test, [*loop.of_test, *carry], visit)
-        results = dependences(loop.body, [*loop.constants, *carry, *loop.slices], visit)
-        grown = [again | a | b for a, b in zip(carry, results, strict=False)]
-        if grown == carry:
-            # A `while_loop` may end before its first turn.
-            return results if loop.test is None else carry
-        carry = grown
+    def turn(given: list[Bits]) -> list[Bits]:
+        results = dependences(loop.body, given, visit)
+        if loop.test is None:
+            return results
+        carry = given[len(loop.constants) :]
+        (again,) = dependences(loop.test, [*loop.of_test, *carry], visit)
+        return [again | bits for bits in results]
+
+    carry, results = repeated(loop, turn, or_)
+    # A `while_loop` may end before its first turn.
+    return results if loop.test is None else carry

@@ -116,6 +116,16 @@ class MatrixGroup:
         found[self.slot_of] = np.arange(self.count)
         return found
 
+    def sent(self, times: int) -> list[tuple[str, tuple[str, ...], int]]:
+        """The collectives of an update that sends `times` matrices for each: their kind, over which
+        axes, and of how many bytes.
+        """
+        size = math.prod(self.matrix.shape) * np.dtype(self.travels_as or self.dtype).itemsize
+        both = [("all-to-all", self.cut, self.slots * size)] * (times if self.cut else 0)
+        gathered = self.slots * self._size(self.copied) * math.prod(self.matrix.shape)
+        whole = [("all-gather", self.copied, gathered * np.dtype(self.dtype).itemsize)]
+        return both + (whole if self.copied else [])
+
     def per_device(self, fun: Any, in_specs: Any, out_specs: Any) -> Any:
         """A function that runs on each device, with its parts."""
         return jax.shard_map(

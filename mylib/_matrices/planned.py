@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import compress
 from typing import Any
 
@@ -10,24 +11,26 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import opened
 from .._errors import PlacementError, because
 from .._placement import (
     AnyMesh,
-    axis_names,
     current_world,
     grounded,
+    plan_in_force,
+    planning_mesh,
     resolve_leaves,
     sharding_of,
+    show_mesh,
 )
 from .._products import products_in
 from .._tree import Leaves, split
 from .belongs import Belonging, belonging
 from .group import MatrixGroup
+from .layout import Layout, Own, Shared
 from .matrices import Matrices, MatrixDims, matrices_in
-from .state import Layout, Own, Shared
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,39 @@ class Request:
         leaves = split(params)
         if len(leaves.positions) != len(leaves.all):
             raise ValueError("by_matrix takes a tree of arrays: eqx.filter(model, eqx.is_array)")
+        is_here = not _are_on_several(leaves.arrays)
         leaves = leaves.with_shapes(leaves.arrays)
-        shardings = self._shardings(leaves)
+        shardings = self._shardings(leaves, is_here)
         dims = matrices_in(leaves, self.matrices, self.mesh)
-        mesh = shardings[0].mesh if shardings else None
-        if mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims)):
+        if not shardings:
             return None
-        return _Planner(self, leaves, shardings, dims, mesh).layout()
+        mesh = shardings[0].mesh
+        self._check_over(mesh)
+        is_alone = mesh.size == 1 and not any(d and d.batch for d in dims)
+        if is_alone and not self._is_planned:
+            return None
+        return _Planner(self, leaves, dims, mesh).layout().on(shardings)
 
-    def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
+    @property
+    def _is_planned(self) -> bool:
+        """Whether `mylib.plan` decides where weights are kept."""
+        return self.kept is None and self.mesh is None
+
+    def _check_over(self, mesh: AnyMesh) -> None:
+        for axis in self.over or ():
+            # A plan's mesh may lack some of them.
+            if axis not in mesh.shape and not self._is_planned:
+                has_no = f"{show_mesh(mesh)} has no axis {axis!r}"
+                raise ValueError(f"by_matrix: over={self.over!r}: {has_no}")
+
+    def _shardings(self, leaves: Leaves, is_here: bool) -> list[NamedSharding]:
         world = current_world()
-        targets = resolve_leaves(leaves, self.kept, self.mesh, world)
+        kept, mesh = self.kept, self.mesh
+        if self._is_planned and plan_in_force.value is not None:
+            kept, mesh = plan_in_force.value
+        elif self._is_planned and world.mesh.size <= 1 and is_here:
+            kept, mesh = PartitionSpec(), planning_mesh()
+        targets = resolve_leaves(leaves, kept, mesh, world)
         places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
         shardings = [s for s in places if isinstance(s, NamedSharding)]
         faults = [
@@ -69,7 +94,17 @@ class Request:
         return shardings
 
 
-_FIX = "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh"
+_FIX = (
+    "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh (None is for a step "
+    "that mylib.plan places)"
+)
+
+
+def _are_on_several(arrays: Sequence[Any]) -> bool:
+    return any(
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.sharding.num_devices > 1
+        for x in arrays
+    )
 
 
 class _Planner:
@@ -77,12 +112,11 @@ class _Planner:
         self,
         request: Request,
         leaves: Leaves,
-        shardings: Sequence[NamedSharding],
         dims: Sequence[MatrixDims | None],
         mesh: AnyMesh,
     ):
-        self.request, self.leaves, self.shardings = request, leaves, shardings
-        self.dims, self.mesh = dims, mesh
+        self.request, self.leaves, self.dims, self.mesh = request, leaves, dims, mesh
+        self.state = cache(self._state)
         self.matrices = [i for i, d in enumerate(dims) if d is not None]
         self.others = [i for i, d in enumerate(dims) if d is None]
         # What the transform sees: matrices, each of them for itself.
@@ -104,17 +138,20 @@ class _Planner:
         places = _Places(belongs)
         # All leaves of a group have states of one structure, in other places of the tree.
         states = [
-            [places.of_member((g, k), i, *self._state(i)) for k, i in enumerate(group.numbers)][0]
+            [places.of_member((g, k), i, self.state(i)) for k, i in enumerate(group.numbers)][0]
             for g, group in enumerate(groups)
         ]
-        others = self._state(*self.others)[0] if self.others else []
+        others = jtu.tree_leaves_with_path(self.state(*self.others)) if self.others else []
         places.of_others([path for path, _ in others])
         return Layout(
             tree=self.leaves.treedef,
+            over=self.request.over,
             groups=tuple(groups),
             works=tuple(works),
             others=tuple(self.others),
-            others_places=self._others_places(belongs, others),
+            others_like=tuple(self._like(belongs.owner[path], x) for path, x in others),
+            others_places=(None,) * len(others),
+            examples=tuple(group.numbers[0] for group in groups),
             states=tuple(tree for tree, _ in states),
             owned=tuple(owned for _, owned in states),
             moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
@@ -123,58 +160,37 @@ class _Planner:
             places=tuple(places.of_path[p] for p in belongs.paths),
         )
 
-    def _others_places(
-        self, belongs: Belonging, state: Sequence[tuple[Any, Any]]
-    ) -> tuple[NamedSharding | None, ...]:
-        owned = [(belongs.owner[path], x) for path, x in state]
-        return tuple(
-            self.shardings[i] if i is not None and x.shape == self.seen[i].shape else None
-            for i, x in owned
-        )
+    def _like(self, owner: int | None, x: Any) -> int | None:
+        return owner if owner is not None and x.shape == self.seen[owner].shape else None
 
-    def _state(self, *numbers: int) -> tuple[list[tuple[Any, Any]], Any]:
-        """The state of some leaves, with its paths, and its structure."""
-        state = jax.eval_shape(self.request.transform.init, self.only(numbers))
-        return jtu.tree_flatten_with_path(state)
+    def _state(self, *numbers: int) -> Any:
+        """The state of some leaves."""
+        return jax.eval_shape(self.request.transform.init, self.only(numbers))
 
     def groups(self) -> tuple[list[MatrixGroup], list[int | None]]:
-        """Leaves of one shape and place whose updates are the same program, traced in their places
-        in the tree; and what the update of one matrix of each group computes.
+        """Leaves of one shape whose updates are the same program, traced in their places in the
+        tree; and what the update of one matrix of each group computes.
         """
         alike: dict[Any, list[int]] = {}
         works: dict[Any, int | None] = {}
         for i in self.matrices:
             x, program = self.leaves.arrays[i], self._program(i)
-            place = self.shardings[i].spec, self.dims[i]
-            key = x.shape, x.dtype, place, _text(program)
+            key = x.shape, x.dtype, self.dims[i], _text(program)
             alike.setdefault(key, []).append(i)
             if key not in works:
                 works[key] = _work(program)
-        starts: dict[Any, int] = {}
-        groups = []
-        for (shape, dtype, (spec, dims), _), numbers in alike.items():
-            group = MatrixGroup(
-                tuple(numbers), shape, dtype, spec, dims, self.over, self.mesh, 0,
+        groups = [
+            MatrixGroup(
+                tuple(numbers), shape, dtype, PartitionSpec(), dims, (), self.mesh, 0,
                 self.request.dtype,
-            )  # fmt: skip
-            owners = group.state_spec
-            start = starts.get(owners, 0)
-            starts[owners] = (start + group.count) % group.owners
-            groups.append(replace(group, start=start))
+            )
+            for (shape, dtype, dims, _), numbers in alike.items()
+        ]  # fmt: skip
         return groups, list(works.values())
 
-    @property
-    def over(self) -> tuple[str, ...]:
-        if self.request.over is not None:
-            return self.request.over
-        entries = [e for s in self.shardings for e in s.spec.partitions]
-        return tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
-
     def _program(self, number: int) -> Any:
-        tree = self.only([number])
-        transform = self.request.transform
-        state = jax.eval_shape(transform.init, tree)
-        return jax.make_jaxpr(transform.update)(tree, state, tree)
+        tree, transform = self.only([number]), self.request.transform
+        return jax.make_jaxpr(transform.update)(tree, self.state(number), tree)
 
 
 class _Places:
@@ -185,11 +201,11 @@ class _Places:
         self.of_path: dict[Any, Own | Shared] = {}
 
     def of_member(
-        self, place: tuple[int, int], number: int, state: Sequence[tuple[Any, Any]], tree: Any
+        self, place: tuple[int, int], number: int, state: Any
     ) -> tuple[Any, tuple[bool, ...]]:
         """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
         group, member = place
-        paths = [path for path, _ in state]
+        paths = [path for path, _ in jtu.tree_leaves_with_path(state)]
         owners = [self.belongs.owner.get(path, -1) for path in paths]
         if not {*owners} <= {None, number}:
             raise ValueError(
@@ -203,7 +219,7 @@ class _Places:
         others = [path for path, is_own in zip(paths, owned, strict=True) if not is_own]
         for at, path in enumerate(others):
             self._share(path, (group, at))
-        return tree, owned
+        return jtu.tree_structure(state), owned
 
     def of_others(self, paths: Sequence[Any]) -> None:
         for at, path in enumerate(paths):

@@ -13,58 +13,9 @@ from .._transfer import filter_device_put, filter_shard
 from ..rules import fsdp
 from .balance import note_on
 from .group import MatrixGroup
+from .layout import Layout, Own
 
 State = Any
-
-
-@dataclass(frozen=True)
-class Own:
-    """A leaf of the transform's state that depends on the matrices of one leaf of the model: the
-    `array`-th of the group's arrays, for the group's `member`-th leaf.
-    """
-
-    group: int
-    member: int
-    array: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A leaf of it that doesn't: a count, coefficients. Each of `copies` has one: the number of a
-    group, or None for the other leaves, and the place there.
-    """
-
-    copies: tuple[tuple[int | None, int], ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each leaf of the transform's state is. It is static, so it says all that is needed to
-    read a state without the transform.
-
-    `works` are what the update of a matrix of each group computes, None if that is unknown.
-    `others` are the leaves that are no matrices, `others_places` where their state is: like the
-    weight if it has its shape, or None. `states` are the structures of the state of one leaf of
-    each group, `owned` tells which of its leaves depend on the matrix, `moves_params` and
-    `init_reads` whether `update` and `init` read the weights' values.
-    """
-
-    tree: Any
-    groups: tuple[MatrixGroup, ...]
-    works: tuple[int | None, ...]
-    others: tuple[int, ...]
-    others_places: tuple[NamedSharding | None, ...]
-    states: tuple[Any, ...]
-    owned: tuple[tuple[bool, ...], ...]
-    moves_params: tuple[bool, ...]
-    init_reads: tuple[bool, ...]
-    plain: Any
-    places: tuple[Own | Shared, ...]
-
-    def only(self, leaves: Sequence[Any], numbers: Sequence[int]) -> Any:
-        """The tree without the other leaves."""
-        chosen = set(numbers)
-        return self.tree.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 @jtu.register_pytree_with_keys_class
@@ -82,6 +33,25 @@ class MatrixState:
     def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
         names = "stacks", "shared", "others"
         return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
+
+    def on(self, shardings: Sequence[NamedSharding]) -> "MatrixState":
+        """The state for weights that are kept at these shardings, without numbers."""
+        layout, whole = self.layout.on(shardings), PartitionSpec()
+
+        def on_mesh(group: MatrixGroup, x: Any, shape: tuple[int, ...], spec: Any) -> Any:
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(group.mesh, spec))
+
+        stacks, shared = [], []
+        for group, example in zip(layout.groups, layout.examples, strict=True):
+            old = self.layout.examples.index(example)
+            stacks.append(
+                tuple(
+                    on_mesh(group, x, (group.stacked, *x.shape[1:]), group.state_spec)
+                    for x in self.stacks[old]
+                )
+            )
+            shared.append(tuple(on_mesh(group, x, x.shape, whole) for x in self.shared[old]))
+        return MatrixState(tuple(stacks), tuple(shared), self.others, layout)
 
     def notes(self) -> list[str]:
         """What `mylib.explain` says below its table."""

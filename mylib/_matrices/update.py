@@ -12,9 +12,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jit import expect
+from .._placement import PLANNING, plan_in_force
 from .._transfer import filter_shard
 from .group import MatrixGroup
-from .state import Layout, MatrixState
+from .layout import Layout
+from .state import MatrixState
 
 Arrays = list[Any]
 
@@ -42,6 +44,8 @@ def updated(
     """The updates, and the next state."""
     layout = state.layout
     for group, stack in zip(layout.groups, state.stacks, strict=True):
+        if plan_in_force.value is not None and group.mesh.axis_names == (PLANNING,):
+            raise ValueError(_NOT_MADE)
         expect(stack, [NamedSharding(group.mesh, group.state_spec)] * len(stack))
     leaves = layout.tree.flatten_up_to(updates)
     weights = None if params is None else layout.tree.flatten_up_to(params)
@@ -74,6 +78,12 @@ def updated(
     return layout.tree.unflatten(results), MatrixState(tuple(stacks), tuple(shared), others, layout)
 
 
+_NOT_MADE = (
+    "by_matrix: this state was created outside of the plan, and is not on its mesh: create it by "
+    "plan.make(make, ...), or by by_matrix.from_plain(plain, like), with that as like"
+)
+
+
 class _GroupStep:
     """What is done with one group."""
 
@@ -81,15 +91,17 @@ class _GroupStep:
         self.transform, self.layout, self.extra = transform, layout, extra or {}
         self.group: MatrixGroup = layout.groups[number]
         self.is_own, self.state = layout.owned[number], layout.states[number]
-        self.spec = self.group.state_spec
+        self.spec, self.example = self.group.state_spec, layout.examples[number]
 
     def parts_of(self, leaves: Sequence[Any]) -> Arrays:
-        target = NamedSharding(self.group.mesh, self.group.spec)
-        return filter_shard([leaves[i] for i in self.group.numbers], target)
+        parts = [leaves[i] for i in self.group.numbers]
+        if self.group.mesh.size == 1:
+            return parts
+        return filter_shard(parts, NamedSharding(self.group.mesh, self.group.spec))
 
     def alone(self, x: Any) -> Any:
-        """The tree with a matrix in the place of the group's first leaf, and nothing else."""
-        return self.layout.only([x] * self.layout.tree.num_leaves, self.group.numbers[:1])
+        """The tree with a matrix in the place of the group's example, and nothing else."""
+        return self.layout.only([x] * self.layout.tree.num_leaves, [self.example])
 
     def own(self, leaves: Sequence[Any]) -> Arrays:
         return list(compress(leaves, self.is_own))

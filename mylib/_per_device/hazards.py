@@ -134,6 +134,10 @@ def _is_constant(x: Any, constants: set[int]) -> bool:
     return isinstance(x, Literal) or id(x) in constants
 
 
+# The two searches below are not `followed`: they need the sets of values in all jaxprs at once, and
+# end at the first equation that decides.
+
+
 def _constants_in(program: Any) -> set[int]:
     """The values in a program that don't depend on its arguments: they have no gradient."""
     inside = (inner for eqn in all_equations(program) for inner in jaxprs_in(eqn))

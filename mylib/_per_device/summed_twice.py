@@ -31,7 +31,7 @@ from .._compat import (
     pass_of,
 )
 from .._errors import SummedTwiceWarning, warn
-from .._programs import Looped, all_equations, is_opaque, jaxprs_in, loop_of
+from .._programs import Looped, all_equations, followed, is_opaque, jaxprs_in, loop_of, repeated
 from .hazards import axes_named_by, where
 
 Mark = tuple[str, Any]
@@ -42,16 +42,7 @@ ZERO: Mark = ("zero", None)
 NONE: Marks = frozenset()
 
 # Equations that pass their operands on to their jaxpr.
-_CALLS = (
-    names.CLOSED_CALL,
-    names.CUSTOM_JVP_CALL,
-    names.CUSTOM_VJP_CALL,
-    names.CUSTOM_VMAP_CALL,
-    names.EVAL_JAXPR,
-    names.JIT,
-    names.REMAT,
-    names.SHARD_MAP,
-)
+_CALLS = names.CALLS | {names.CUSTOM_VMAP_CALL, names.REMAT, names.SHARD_MAP}
 _SUMS = (names.PSUM, names.REDUCE_SCATTER)
 
 
@@ -66,8 +57,9 @@ def summed_twice(program: Any) -> list[tuple[Any, str]]:
     reader = _MarksReader()
     try:
         reader.read(jaxpr, [NONE] * len(jaxpr.invars), GradientPass.NONE)
-    except UnknownParameter:
-        return []  # newer JAX: a failed check must not cost the result
+    except (UnknownParameter, ValueError):
+        # A newer JAX, or other numbers of arguments: a failed check must not cost the result.
+        return []
     return list(dict.fromkeys(reader.sums))
 
 
@@ -104,18 +96,12 @@ class _MarksReader:
         return results
 
     def _read(self, jaxpr: Any, operands: list[Marks], around: GradientPass) -> list[Marks]:
-        # If a future JAX changes the number of arguments, values have no marks; nothing raises.
-        marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), operands, strict=False))
+        def rule(eqn: Any, operands: list[Marks]) -> list[Marks]:
+            return self._results_of(eqn, operands, pass_of(eqn, around))
 
-        def of(x: Any) -> Marks:
-            return _of_literal(x) if isinstance(x, Literal) else marks.get(id(x), NONE)
-
-        for eqn in jaxpr.eqns:
-            results = self._results_of(eqn, list(map(of, eqn.invars)), pass_of(eqn, around))
-            for x, result in zip(eqn.outvars, results, strict=False):
-                if result:
-                    marks[id(x)] = result
-        return list(map(of, jaxpr.outvars))
+        return followed(
+            jaxpr, operands, rule, lambda x: _of_literal(x) if isinstance(x, Literal) else NONE
+        )
 
     def _results_of(self, eqn: Any, operands: list[Marks], within: GradientPass) -> list[Marks]:
         name = eqn.primitive.name
@@ -153,15 +139,15 @@ class _MarksReader:
 
     def _repeat(self, loop: Looped, within: GradientPass) -> list[Marks]:
         """The marks that hold for every iteration of a loop."""
-        meet, body, carried = _meet(within), opened(loop.body), loop.carry
-        while True:
-            before = len(self.sums)
-            results = self.read(body, loop.constants + carried + loop.slices, within)
-            after = [_joined(turns, meet) for turns in zip(carried, results, strict=False)]
-            if after == carried:
-                return after + results[len(carried) :]
+        before, meet, body = len(self.sums), _meet(within), opened(loop.body)
+
+        def turn(given: list[Marks]) -> list[Marks]:
+            # What an earlier turn has found may not hold in all of them.
             del self.sums[before:]
-            carried = after
+            return self.read(body, given, within)
+
+        carry, results = repeated(loop, turn, lambda a, b: _joined((a, b), meet))
+        return [*carry, *results[len(carry) :]]
 
     def _summed_by_user(self, eqn: Any, marks: Marks, axes: Iterable[Any]) -> Marks:
         twice = sorted((axis for axis in axes if ("cast", axis) in marks), key=str)

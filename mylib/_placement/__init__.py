@@ -9,12 +9,15 @@ from .checks import (
     unfit_spec as unfit_spec,
 )
 from .context import (
+    PLANNING as PLANNING,
     World as World,
     current_world as current_world,
     in_own_dtypes as in_own_dtypes,
     kernel_axes as kernel_axes,
     no_mesh as no_mesh,
     on_one_device as on_one_device,
+    plan_in_force as plan_in_force,
+    planning_mesh as planning_mesh,
 )
 from .parts import (
     Bounds as Bounds,

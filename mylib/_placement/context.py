@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
@@ -20,6 +20,10 @@ on_one_device: Any = jax.make_user_context(False)
 in_own_dtypes: Any = jax.make_user_context(False)
 # What a layer of `fully_shard` knows of how its kernels are split; None outside of layers.
 kernel_axes: Any = jax.make_user_context(None)
+# Where the plan of a step keeps weights, and its mesh, while the step runs under it.
+plan_in_force: Any = jax.make_user_context(None)
+# The axis of the mesh of one device on which steps are traced before they have a plan.
+PLANNING = "_"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,11 @@ def no_mesh() -> Iterator[None]:
             if not mesh_with_devices().empty:
                 stack.enter_context(Mesh(np.empty((), object), ()))
         yield
+
+
+def planning_mesh() -> Mesh:
+    # One device is enough for constraints that say where weights are gathered.
+    return Mesh(np.array(jax.devices()[:1]), (PLANNING,), axis_types=(AxisType.Auto,))
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any
@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, PartitionSpec
 
 from .._jit import filter_jit
-from .._placement import no_mesh
+from .._placement import no_mesh, plan_in_force
 from .._tree import Leaf
 from ..rules import Rule
 from .calls import Calls, NotServedError, argument_of, roles_in
@@ -34,13 +34,19 @@ class Planned(Rule):
     def at(self, depth: int) -> "Planned":
         return replace(self, depth=depth)
 
-    def _path(self, leaf: Leaf) -> str | None:
-        starts = range(len(leaf.path) + 1) if self.depth is None else (self.depth,)
-        ends = (jtu.keystr(leaf.path[start:]) for start in starts)
-        return next((path for path in ends if path in self.specs), None)
+    def _path(self, path: tuple[Any, ...]) -> str | None:
+        # Not by `_belongs`, which also finds the weight of a leaf with further keys in its path, as
+        # of a moment: each array of the step has a place of its own, and one without must raise.
+        starts = range(len(path) + 1) if self.depth is None else (self.depth,)
+        ends = (jtu.keystr(path[start:]) for start in starts)
+        return next((end for end in ends if end in self.specs), None)
+
+    def spec_at(self, path: tuple[Any, ...]) -> Spec | None:
+        """The entries of the spec for this path, None if it isn't in the plan."""
+        return self.specs.get(self._path(path) or "")
 
     def __call__(self, leaf: Leaf) -> PartitionSpec:
-        path = self._path(leaf)
+        path = self._path(leaf.path)
         if path is not None:
             return PartitionSpec(*self.specs[path])
         name = jtu.keystr(leaf.path[self.depth or 0 :])
@@ -51,13 +57,21 @@ class Planned(Rule):
         )
 
     def why(self, leaf: Leaf) -> str:
-        return self.reasons.get(self._path(leaf) or "", f"planned for {self.of}{leaf.name}")
+        return self.reasons.get(self._path(leaf.path) or "", f"planned for {self.of}{leaf.name}")
 
     def __hash__(self) -> int:
         return hash((self.of, tuple(self.specs)))
 
     def __repr__(self) -> str:
         return f"the plan of {self.of}"
+
+
+def unambiguous(pairs: Iterable[tuple[str, Spec]]) -> dict[str, Spec]:
+    """The specs of paths that have one each."""
+    specs: dict[str, set[Spec]] = {}
+    for path, spec in pairs:
+        specs.setdefault(path, set()).add(spec)
+    return {path: only for path, (only, *others) in specs.items() if not others}
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Applying:
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
     - `micro_batches`: into how many the step cuts its batch.
+    - `by_matrix`: the paths of the states of `by_matrix`, which are created for the mesh.
     - `layered`: the positions in `layers` of the classes that each model has.
     """
 
@@ -83,6 +98,7 @@ class Applying:
     reasons: Mapping[str, Mapping[str, str]]
     fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
+    by_matrix: tuple[str, ...]
     layered: Mapping[str, tuple[int, ...]]
     layers: tuple[type, ...]
     policy: str
@@ -100,8 +116,14 @@ class Applying:
         """Where a model's weights are used."""
         return Planned(self.used[model], self.called(model))
 
+    @property
+    def of_matrices(self) -> Planned:
+        """Where `by_matrix` keeps the weights of all models."""
+        pairs = [x for model in self.used for x in self.kept(model).specs.items()]
+        return Planned(unambiguous(pairs), "the weights of by_matrix, ")
+
     def fixed_in(self, model: str) -> list[str]:
-        """Those of a model's weights that `kept=` fixes, by their path in it."""
+        """The paths of a model's weights that `kept=` fixes."""
         name, rest = self._named(model)
         fixed = self.fixed.get(name, ())
         return [path for path in self.used[model] if rest + path in fixed]
@@ -183,7 +205,7 @@ def _applied(fun: Callable[..., Any], applying: Applying, mesh: Mesh, args: Any)
         order=[roles[path] for path in applying.order],
     )
     try:
-        with calls.tracing():
+        with calls.tracing(), plan_in_force((applying.of_matrices, mesh)):
             return fun(*args)
     except NotServedError as error:
         raise PlanError(str(error)) from None

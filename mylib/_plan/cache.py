@@ -87,7 +87,7 @@ def _fixes(
 
 @functools.cache
 def _sources() -> str:
-    """What this library is, also while it is edited."""
+    """A hash of this library's source, which changes while it is edited."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))
     return _hash(*(path.read_text() for path in files))
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from .apply import Applying, Planned, PlannedFunction
 from .calls import argument_of
 from .fixes import FixedParts
 from .layers import layers_in
+from .matrices import laid_out, specs_in
 from .price import Price, Prices
 from .replaced import Replaced
 from .result import TIES, Candidate
@@ -34,15 +35,15 @@ from .strategy import (
     strategies,
     used_spec,
 )
-from .trace import TracedStep
+from .trace import ArrayIn, TracedStep
 
-# What a plan leaves free, because fragmentation and the runtime need memory, too. How much is a
+# The part of the memory that a plan leaves free for fragmentation and the runtime. It is a
 # guess. Of MaxText's steps on v5e it keeps the published one (12.6 of 15.75 GiB), and rejects one
 # that compiles at 15.5 (benchmarks/plan.py).
 RESERVE = 0.05
-# What needs more memory than this by its price is not compiled. Prices were 0.76 to 0.95 of what
-# H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
-# (`benchmarks/plan.py --prices` has such rows).
+# Candidates whose modelled memory is more than this times the machine's are not compiled. Prices
+# were 0.76 to 0.95 of what H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the
+# CPU's (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
 _NOT_FIXED = FixedParts()
 
@@ -176,9 +177,10 @@ def compiled(
     assert tried.traced is not None and tried.strategy is not None
     step = tried.traced.step
     mesh = mesh_of(machine, tried.strategy.sizes)
-    fun = PlannedFunction(step.fun, applying(tried, dtype), mesh)
+    applied = applying(tried, dtype)
+    fun = PlannedFunction(step.fun, applied, mesh)
     try:
-        program = fun.lower(*step.args).compile()
+        program = fun.lower(*laid_out(step.args, applied.of_matrices.spec_at, mesh)).compile()
     except OutOfMemoryError as error:
         tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
         return
@@ -203,9 +205,8 @@ class Trial:
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
         places = tuple(Planned(applied.arguments[name], name, depth=1) for name in step.names)
-        self.zeros = filter_jit(
-            lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh
-        )
+        args = laid_out(step.args, applied.of_matrices.spec_at, mesh)
+        self.zeros = filter_jit(lambda: jax.tree.map(_zeros, args), out_shardings=places, mesh=mesh)
         self.step = tried.call
 
     def __call__(self) -> float:
@@ -229,31 +230,30 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     traced, strategy = tried.traced, tried.strategy
     assert traced is not None and strategy is not None
     step, replaced = traced.step, Replaced(traced)
-    arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
-    reasons: dict[str, dict[str, str]] = {name: {} for name in step.names}
-    fixed: dict[str, list[str]] = {}
+    arguments, reasons, fixed = _arguments(traced, strategy)
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
-        number, path = argument_of(leaf.path)
-        name = step.names[number]
-        arguments[name][path] = spec = spec_of(leaf, strategy, traced)
-        if fix_of(leaf, strategy, traced) is not None:
-            fixed.setdefault(name, []).append(path)
-            reasons[name][path] = "fixed by kept="
-        else:
-            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
         if leaf.path in traced.in_models:
             role, path = traced.in_models[leaf.path]
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
+    alike, states = dict(replaced.alike()), specs_in(traced, strategy)
+    results = {x.path: spec_of(leaf, strategy, traced) for x, leaf in alike.items()}
+    for state, specs in states.items():
+        number, path = argument_of(state)
+        arguments[step.names[number]] |= {path + end: spec for end, spec in specs.items()}
+        reasons[step.names[number]] |= dict.fromkeys((path + end for end in specs), _OWNED)
+        for node in _replacing(state, alike):
+            results |= {node + end: spec for end, spec in specs.items()}
     return Applying(
         names=step.names,
         donated=replaced.donated,
         arguments=arguments,
-        results={x.path: spec_of(leaf, strategy, traced) for x, leaf in replaced.alike()},
+        results=results,
         used=used,
         reasons=reasons,
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
+        by_matrix=tuple(states),
         layered={
             path: tuple(map(traced.layers.index, layers_in(role.module, traced.layers)))
             for path, role in traced.models.items()
@@ -264,3 +264,33 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         dtype=dtype,
         saved=strategy.saved,
     )
+
+
+def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any, Any]:
+    """Where the arrays of each argument are, and why, and the paths of what `kept=` fixes."""
+    names = traced.step.names
+    specs: dict[str, dict[str, Any]] = {name: {} for name in names}
+    reasons: dict[str, dict[str, str]] = {name: {} for name in names}
+    fixed: dict[str, list[str]] = {}
+    for leaf in traced.leaves:
+        number, path = argument_of(leaf.path)
+        name = names[number]
+        specs[name][path] = spec = spec_of(leaf, strategy, traced)
+        if fix_of(leaf, strategy, traced) is not None:
+            fixed.setdefault(name, []).append(path)
+            reasons[name][path] = "fixed by kept="
+        else:
+            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
+    return specs, reasons, fixed
+
+
+_OWNED = "by_matrix keeps it with the owners of the matrices"
+
+
+def _replacing(node: str, alike: Mapping[ArrayIn, ArrayIn]) -> set[str]:
+    """The nodes of the result that are new values of a node of the arguments, by their paths."""
+    return {
+        x.path.removesuffix(leaf.path.removeprefix(node))
+        for x, leaf in alike.items()
+        if leaf is not x and leaf.path.startswith(node)
+    }

@@ -32,6 +32,9 @@ def code_of(
         classes = classes if layers else "lambda module, path: not path"
         is_stacked = model in stacked and bool(layers)
         lines += _of_model(applying, model, over, classes, is_stacked, end)
+    if applying.by_matrix:
+        kept = " or ".join(f"kept{end}" for end in _endings(applying).values())
+        lines += [f"# the optimiser: mylib.by_matrix(transform, {kept}, mesh=mesh)"]
     text = "\n".join(lines)
     imports += [line for pattern, line in _IMPORTS.items() if re.search(pattern, text)]
     imports.sort(key=lambda line: (not line.startswith("import"), line))

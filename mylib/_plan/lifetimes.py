@@ -65,11 +65,13 @@ def _last_uses(scope: Scope, values_last: bool) -> tuple[set[Any], dict[Any, flo
             needed.update(v for v in eqn.invars if not is_literal(v))
         if is_big:
             solid.update(eqn.outvars)
+            # Such as a loss: nothing waits for it.
             returns_little = all(bytes_of(v.aval) <= _SMALL for v in eqn.outvars)
             is_last = values_last and returns_little and not is_needed
             until = float(scope.end if is_last else stop)
         else:
             held = (v for v in eqn.outvars if _is_alias(eqn) or v not in solid)
+            # What is fused reads its operands when its result is used, maybe much later.
             until = max([start, *(last.get(v, start) for v in held)])
         if _is_alias(eqn):
             is_big = any(v in solid for v in eqn.outvars)

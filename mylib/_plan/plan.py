@@ -30,6 +30,7 @@ from .candidates import (
 )
 from .fixes import FixedParts
 from .layers import layers_in
+from .matrices import check_states
 from .price import Prices, with_figures
 from .replaced import Replaced
 from .result import TIES, Plan
@@ -133,6 +134,7 @@ def plan(
     steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
     steps = steps or [PlannedStep.of(fun, args)]
     step = steps[0]
+    check_states(step.args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)

@@ -19,6 +19,7 @@ from .._dims import Event, Nodes, Sum, bytes_of
 from ..machines import Machine
 from .fixes import MODEL, axes_of
 from .lifetimes import Live, lives_of
+from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
@@ -91,8 +92,7 @@ class Prices:
         def groups_of(arrays: Iterable[Nodes]) -> _GroupsOfMany:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
-        dtypes = {product.dtype for product in program.products}
-        self.ideal, self.real, _ = speeds(machine.chip, dtypes)
+        self.ideal, self.real, _ = speeds(machine.chip, _dtypes(traced))
         self.products = _Events(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
@@ -100,6 +100,7 @@ class Prices:
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
+        # Small weights are whole, as `rules.fsdp` has it, so they are not gathered.
         self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.offloads = _Events(program.offloads, groups_of)
@@ -111,18 +112,23 @@ class Prices:
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
         self.held_dims = groups_of(leaf.groups for leaf in leaves)
-        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in leaves])
+        self.held_bytes = _held_bytes(traced)
         self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
+        self._links: dict[Any, float] = {}
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
+        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
+        self._hold(lives, groups_of)
+
+    def _hold(self, lives: Sequence[Live], groups_of: Callable[[Any], "_GroupsOfMany"]) -> None:
+        """Sets what is held, and when."""
         self.lives = groups_of(x.nodes for x in lives)
         self.live_bytes = np.array([float(x.bytes) for x in lives])
-        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
         # The moments are numbered; these are the numbers of all starts, and of all stops.
+        # The peak is found by adding up changes, in an array with a place for each moment.
         _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
         self.starts, self.stops = moments.reshape(-1, 2).T
-        self._links: dict[Any, float] = {}
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
@@ -134,12 +140,28 @@ class Prices:
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
         count = math.prod(sizes[axis] for axis in axes)
+        # In a ring each device sends all parts but one, and an all-reduce goes around twice.
         wire = int(nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1))
         key = kind, axes, wire, tuple(sizes.items())
         if key not in self._links:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _dtypes(traced: TracedStep) -> set[str]:
+    """Those of products."""
+    groups = [group for state in states_in(traced).values() for group in state.layout.groups]
+    return {x.dtype for x in traced.program.products} | {str(group.dtype) for group in groups}
+
+
+def _held_bytes(traced: TracedStep) -> Any:
+    """Of each argument. What depends on the mesh in states of `by_matrix` is not among them."""
+    on_mesh = tuple(path + part for path in states_in(traced) for part in OF_MESH)
+    leaves = traced.leaves
+    return np.array(
+        [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]
+    )
 
 
 class _GroupsOfMany:
@@ -159,6 +181,7 @@ class _GroupsOfMany:
         """Which of the arrays have a dimension of these groups."""
         key = tuple(groups)
         if key not in self._having:
+            # All arrays at once: there are thousands of them, and hundreds of strategies.
             counts = np.cumsum([0, *np.isin(self._flat, key)])[self._ends]
             self._having[key] = counts[1:] > counts[:-1]
         return self._having[key]
@@ -183,6 +206,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     together: dict[int, list[Sum]] = {}
     for sum_ in traced.program.sums:
         together.setdefault(id(sum_.root), []).append(sum_)
+    # A gradient may lack dimensions of its weight: inside of a loop it has none for the layers.
     parts_of_weights = {
         frozenset(part)
         for dims, _ in traced.weights
@@ -192,6 +216,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     largest_sums: list[Sum] = []
     is_gradient: list[bool] = []
     for sums in together.values():
+        # They are added first, so only one array of their size is sent.
         largest = max(sums, key=lambda sum_: sum_.amount)
         dims = frozenset(map(group, largest.dims))
         is_gradient.append(any(x.scattered for x in sums) or dims in parts_of_weights)
@@ -220,6 +245,7 @@ class _Pricing:
         self.model = self.sizes.get(MODEL, 1)
         self.sent: dict[str, float] = {}
         self.fixed = self._fixed()
+        self.by_matrix = [*states_on(prices.traced, strategy).values()]
 
     def _fixed(self) -> dict[frozenset[int], tuple[str, ...]]:
         """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
@@ -276,6 +302,7 @@ class _Pricing:
             return took
         name, times = f"{kind} over {', '.join(over)}", self.prices.times_of[places]
         self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
+        # Most weights have one of a few sizes.
         different, which = np.unique(nbytes, return_inverse=True)
         once = np.array([self.prices.collective(kind, x, over, self.sizes) for x in different])
         np.add.at(took, places, once[which] * times)
@@ -294,15 +321,15 @@ class _Pricing:
         exposed = tensor * (
             1 - _GUESSED_HIDDEN_OF_TENSOR.get(self.prices.machine.chip.platform, 0.0)
         )
-        matrices, divided = self.matrices()
-        body, low = body.sum() - divided / self.prices.real.of_products, low - divided
+        matrices, computed = self.matrices()
+        body, low = body.sum() + computed / self.prices.real.of_products, low + computed
         sent = moved + tensor + matrices
         parts = {
             "computation": body,
             "gathers of weights": gathers.sum(),
             "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
-            "gathers of the optimiser": matrices,
+            "what the optimiser sends": matrices,
             "offloading": offloads.sum(),
         }
         return Price(
@@ -318,6 +345,7 @@ class _Pricing:
         the loops in it.
         """
         total, left = 0.0, body.copy()
+        # A loop comes after what is around it, which may use the time that it leaves.
         for place in reversed(self.prices.traced.program.places):
             hidden = min(_GUESSED_HIDDEN * moved[place.number], left[place.number])
             total += hidden
@@ -332,12 +360,14 @@ class _Pricing:
         moved = np.bincount(prices.operand_of, moved, len(prices.rates)) / ideal.memory
         flops = products.amounts / self.splits(products.dims) / prices.rates
         times = prices.times_of[products.places]
+        # A device computes and reads at the same time: the slower of the two counts.
         low = np.dot(times, np.maximum(flops, moved))
         taken = np.maximum(flops / real.of_products, moved / real.of_memory)
         np.add.at(body, products.places, times * taken)
         added = self.added() / ideal.memory
         # The optimiser reads and writes all of its state.
-        added[0] += 2 * self.held()[~prices.is_data].sum() / ideal.memory
+        held = self.held()[~prices.is_data].sum() + self.with_owners()
+        added[0] += 2 * held / ideal.memory
         return float(low + added.sum()), body + added / real.of_memory
 
     def added(self) -> Any:
@@ -362,6 +392,8 @@ class _Pricing:
         rows, (crossed, _) = set(self.strategy.rows), self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
         large = prices.is_gradient & (sums.amounts >= _SMALL_BYTES)
+        # A gradient is reduce-scattered to where its weight is kept, and all-reduced over the other
+        # axes of the rows.
         scattered = {
             axes: large & which
             for axes, which in self.kept_over(sums.dims).items()
@@ -412,22 +444,36 @@ class _Pricing:
         return took
 
     def matrices(self) -> tuple[float, float]:
-        """The seconds of what an optimiser of whole matrices gathers, which nothing hides, as each
-        product waits for the one before it; and what its products take less at the data sheet's
-        rates, as each device computes its rows.
+        """The seconds of what an optimiser of whole matrices sends, which nothing hides, as each
+        product waits for the one before it; and what it computes more at the data sheet's rates
+        than was counted: less than nothing where each device computes its rows of products.
         """
         products, over = self.prices.matrices, self.strategy.over
-        nbytes = [x.nbytes / self.model for x in products for _ in range(x.times)]
-        took = self.send("all-gather", over, np.array(nbytes), np.zeros(len(nbytes), int))
+        sent = [
+            ("all-gather", over, x.nbytes / self.model) for x in products for _ in range(x.times)
+        ]
+        sent += [x for state in self.by_matrix for x in sent_by(state)]
+        by_kind: dict[Any, list[float]] = {}
+        for kind, axes, nbytes in sent:
+            by_kind.setdefault((kind, axes), []).append(nbytes)
+        took = [
+            self.send(kind, axes, np.array(nbytes), np.zeros(len(nbytes), int)).sum()
+            for (kind, axes), nbytes in by_kind.items()
+        ]
         rates = self.prices.ideal.flops
         # They are divided over "model" already, as weights are.
         alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
-        return float(took.sum()), alone * (1 - 1 / self.size(over))
+        owned = sum(seconds_of(state, rates) for state in self.by_matrix)
+        return float(sum(took)), owned - alone * (1 - 1 / self.size(over))
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""
         prices = self.prices
         return self.on_each(prices.held_bytes, prices.held_dims, ~prices.is_whole)
+
+    def with_owners(self) -> int:
+        """The bytes of the states of `by_matrix` on each device."""
+        return sum(map(state_bytes, self.by_matrix))
 
     def memory(self, micro_batches: int = 1) -> int:
         """What each device holds at the peak; in a loop over as many micro-batches, which adds
@@ -437,6 +483,7 @@ class _Pricing:
         nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
         nbytes = np.where(prices.lives.has(self.data), nbytes / micro_batches, nbytes)
         if self.strategy.saved is not None:
+            # `saved=` divides what layers hand to each other, if "model" doesn't divide it already.
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
         changes = np.zeros(prices.stops.max(initial=0) + 1)
@@ -445,8 +492,8 @@ class _Pricing:
         sums = prices.sums
         nbytes = self.on_each(sums.amounts, sums.dims, prices.is_gradient)
         added = np.dot(nbytes * prices.is_gradient, prices.times_of[sums.places])
-        added *= micro_batches > 1
-        return int(self.held().sum() + added + np.cumsum(changes).max())
+        held = self.held().sum() + self.with_owners() + added * (micro_batches > 1)
+        return int(held + np.cumsum(changes).max())
 
 
 def _combined(nbytes: Any) -> Any:

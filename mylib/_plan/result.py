@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
-from .._placement import no_mesh
+from .._placement import no_mesh, plan_in_force
 from .._text import listed, show_bytes, table
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
@@ -242,8 +242,14 @@ class Plan:
         return self._jit(make_all, tuple(place.at(1) for place in places))(*args)
 
     def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
+        def placed(*args: Any) -> Any:
+            with plan_in_force((self.applying.of_matrices, self._mesh)):
+                return make(*args)
+
         # Arguments, such as a key, may be on another mesh.
-        return filter_jit(make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh)
+        return filter_jit(
+            placed, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh
+        )
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.

@@ -159,7 +159,7 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
     return ""
 
 
-# As many sets of groups are tried for the axis "model", those with most bytes first. A guess;
+# Try at most this many sets of groups for the axis "model", those with most bytes first. A guess;
 # benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
 # So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions". XLA has no
@@ -184,11 +184,13 @@ def meshes(
     count, is_torus = machine.count, machine.chip.platform == "tpu"
     host = count if is_torus else machine.shape[-1]
     for model in _divisors(count):
+        # Tensor parallelism sends in each layer, which pays only over the fast links of a host.
         if model > min(host, WIDEST) or host % model:
             continue
         for data in _divisors(count // model):
             replicas = count // model // data
             within_hosts = not is_torus and data * model == host
+            # Replicas of FSDP (HSDP) pay where links inside hosts are faster than between them.
             if replicas > 1 and data > 1 and not within_hosts and requested is None:
                 continue
             sizes = {"replica": replicas, "data": data} if data > 1 else {"data": replicas}
@@ -239,6 +241,7 @@ def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
     first = int(traced.is_stacked(leaf))
     free = [i for i in range(first, len(shape)) if spec[i] is None and shape[i] % parts == 0]
     if free:
+        # As `rules.fsdp` chooses, so that the code of a plan can name that rule.
         spec[max(free, key=lambda i: (shape[i], -i))] = "data"
     return trimmed(spec)
 
@@ -254,6 +257,7 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
             entry, size = MODEL, strategy.sizes[MODEL]
         else:
             continue
+        # A spec may name an axis once: of a square weight the first dimension is split.
         if entry not in spec and leaf.aval.shape[i] % size == 0:
             spec[i] = entry
     return spec

@@ -12,15 +12,15 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .._belongs import Owners
 from .._compat import names
-from .._dims import AXIS, Event, Nodes, Reading, program_of
+from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._lines import line_that_raised
-from .._placement import trimmed
+from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
@@ -117,6 +117,7 @@ def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[Calle
 def _has_rows(x: Any) -> bool:
     if not is_array(x, abstract=True) or is_of_keys(x):
         return False
+    # Keys of `jax.random.PRNGKey` look like a batch of two numbers.
     is_raw_key = x.shape == (2,) and x.dtype == np.uint32
     return len(x.shape) > 0 and not is_raw_key
 
@@ -174,6 +175,7 @@ class TracedStep:
 
     @cached_property
     def batch_size(self) -> int:
+        # Arrays of the batch may have other numbers of rows, such as several for each example.
         sizes = [x.aval.shape[0] for x in self.leaves if x.groups and x.groups[0] in self.rows]
         return math.gcd(*sizes)
 
@@ -250,12 +252,13 @@ class TracedStep:
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
 
-# As many groups are combined, as there may be 2 ** 14 sets of them. The limit is a guess.
+# Combine at most this many groups: there may be 2 ** 14 sets of them. The limit is a guess.
 _MOST = 14
 
 
 def _groups_of(traced: TracedStep) -> list[Together]:
     group = traced.program.dims.group
+    # If an operation needs a dimension whole, splitting it would gather it each time.
     cut = {group(node) for event in traced.program.whole for node in event.over}
     members_of: dict[int, list[tuple[str, int, int, int]]] = {}
     for (groups, shape), leaves in traced.weights.items():
@@ -264,6 +267,8 @@ def _groups_of(traced: TracedStep) -> list[Together]:
             if x not in traced.rows | traced.loops | cut and shape[i] > 1:
                 members = [(path, i, len(shape), math.prod(shape)) for path in paths]
                 members_of.setdefault(x, []).extend(members)
+    # Layers in a list have groups of their own. Splitting some of them only would be a choice for
+    # each layer, of which there are too many.
     alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for x, members in members_of.items():
         if members:
@@ -271,6 +276,7 @@ def _groups_of(traced: TracedStep) -> list[Together]:
             alike.setdefault(key, []).append(x)
     splittable: list[Together] = []
     for together in alike.values():
+        # Equal layers with a square weight: one's output may be another's input.
         twice = len(together) > 1 and _splits_twice(together, traced)
         for part in [[x] for x in together] if twice else [together]:
             if not _splits_twice(part, traced):
@@ -306,6 +312,7 @@ def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Toget
             return
         if not rivals[i] & chosen:
             grow(i + 1, chosen | {i})
+        # Without rivals it is in all sets to which none can be added.
         if rivals[i]:
             grow(i + 1, chosen)
 
@@ -321,7 +328,7 @@ def trace(
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = planning_mesh()
     inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
@@ -329,13 +336,14 @@ def trace(
             return model
         if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
             raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
-        kept = where_even(fsdp(AXIS, stacked=layers))
+        kept = where_even(fsdp(PLANNING, stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
             if not all("fully_shard" in fault.request for fault in error.faults):
                 raise _not_plain(error) from error
             raise PlanError(f"layers= of {step.called(role.path)}: {error}") from error
+        # `fully_shard` makes a subclass of each layer's class.
         classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=of_class) if of_class(x)}
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -423,14 +431,15 @@ class LayerInput(NamedTuple):
 
 
 def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
-    """What all calls of layers have as their first argument; None if they differ, or if it is not
-    one array.
+    """The first argument that all calls of layers have in common; None if they differ, or if it is
+    not one array.
     """
     program, rows = traced.program, traced.rows
     weights = {x for leaf in traced.leaves if not leaf.is_data for x in leaf.groups}
     layer_inputs: set[LayerInput | None] = set()
     for event, rank in zip(traced.inputs, inputs.ranks, strict=True):
         seen = program.dims.groups(event.dims if event else ())
+        # Under `jax.vmap` a layer doesn't see the rows.
         if len(seen) > (rank or 0):
             seen = tuple(x for x in seen if x not in rows)
         if rank is None or len(seen) != rank:
@@ -493,6 +502,7 @@ def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:
     """The groups of the first dimension of a batch: of its first array, and of all as long."""
     arrays = [x for x in leaves if x.path.startswith(batch) and x.groups]
     size = arrays[0].aval.shape[0]
+    # Labels have a row for each example, too; what is shorter or longer is something else.
     return {x.groups[0] for x in arrays if x.aval.shape[0] == size}
 
 

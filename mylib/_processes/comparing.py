@@ -2,7 +2,7 @@
 
 JAX's transfers wait for ever if their other side never comes, and its programs mix up numbers if
 their order differs. A thread tells the other processes once a second what has been called here, and
-reads what they have. Nothing is told twice, or of what has ended everywhere.
+reads what they have. Nothing is published twice, or after it has ended everywhere.
 """
 
 import atexit

@@ -160,7 +160,7 @@ def _tell_end_at_exit() -> None:
 
 
 def _tell_end() -> None:
-    """Tells the other processes that this one makes no calls any more."""
+    """Informs the other processes that this one makes no more calls."""
     client = coordination_client()
     if client is not None:
         with suppress(jax.errors.JaxRuntimeError):  # The service may be gone.

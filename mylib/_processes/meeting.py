@@ -96,7 +96,7 @@ class _Visit:
             series.only.release()
 
     def _conclusion(self, mine: str, judge: Judge, deadline: float, timeout: float) -> Conclusion:
-        """That of the current meeting. The series goes on, whatever is raised."""
+        """The number of the current meeting. The series continues after errors."""
         series, conclusion = self.series, Conclusion(_FAILED, "")
         try:
             conclusion = self._concluded(mine, judge, deadline, timeout)

@@ -79,10 +79,21 @@ def fill_of(number: int, parts: int) -> str:
 
 def bar(share: float, hover: str) -> Html:
     """A bar that is filled to a share."""
-    size = {"width": f"{160 * share:.4g}", "height": 12}
-    filled = tag("rect", tag("title", hover), x=0, y=0, fill=fill_of(0, 1), **size)
+    return stacked([share], hover)
+
+
+def stacked(shares: Sequence[float], hover: str) -> Html:
+    """A bar of several shares, one after the other."""
+    starts = itertools.accumulate(shares, initial=0.0)
+    filled = [
+        tag(
+            "rect", tag("title", hover), x=f"{160 * start:.4g}", y=0,
+            fill=fill_of(i, len(shares)), width=f"{160 * share:.4g}", height=12,
+        )
+        for i, (start, share) in enumerate(zip(starts, shares, strict=False))
+    ]  # fmt: skip
     track = tag("rect", x=0, y=0, width=160, height=12, class_="track")
-    return tag("svg", track, filled, viewBox="0 0 160 12", width=160, height=12, role="img")
+    return tag("svg", track, *filled, viewBox="0 0 160 12", width=160, height=12, role="img")
 
 
 def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:

@@ -129,7 +129,11 @@ def columns(
 
 
 # Columns that can't be told apart without their names.
-_NAMED = ("bytes", "per device", "before", "after", "received")
+_NAMED = (
+    "bytes", "per device", "before", "after", "received", "computing", "exposed", "estimated",
+    "times", "in flight", "waiting", "for device", "sent", "rate", "link", "a call", "idle",
+    "between calls", "awaited",
+)  # fmt: skip
 
 
 def _paragraphs(

@@ -31,7 +31,7 @@ from .._placement import (
 )
 from .._tree import Kind, kind_of
 from .eager import move
-from .relocation import Options, Relocation, not_there, requested, set_values, with_values
+from .relocation import Options, Relocation, rows_of, set_values, with_values
 from .staged import constrain
 
 place_p = Primitive("place")
@@ -70,7 +70,7 @@ def _impl(*arrays: Any, trips: RoundTrips) -> list[jax.Array]:
         for x in arrays
     ]
     options = [Options(alias=trip.alias) for trip in trips]
-    rows = not_there(placed, map(kind_of, placed), [trip.target for trip in trips], options)
+    rows = rows_of(placed, map(kind_of, placed), [trip.target for trip in trips], options)
     for row in rows:
         if row.kind is Kind.DEVICE and not isinstance(row.target, Uncommitted):
             always = trips[row.at].across
@@ -152,7 +152,7 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
 def _lower(*arrays: Any, trips: RoundTrips) -> list[Any]:
     # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
     targets = [None if isinstance(r.target, Uncommitted) else r.target for r in trips]
-    rows = requested(arrays, map(kind_of, arrays), targets)
+    rows = rows_of(arrays, map(kind_of, arrays), targets, even_there=True)
     _refuse_host_memory(rows)
     filled = [fill_free(row.target, None, row.value.ndim) for row in rows]
     set_values(rows, constrain([row.value for row in rows], filled, current_world()))

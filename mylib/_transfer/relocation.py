@@ -60,41 +60,27 @@ def with_values(arrays: Iterable[Any], rows: Iterable[Relocation]) -> list[Any]:
     return placed
 
 
-def requested(
+def rows_of(
     arrays: Sequence[Any],
     kinds: Iterable[Kind],
     targets: Iterable[Any],
     options: Iterable[Options] | None = None,
+    *,
+    even_there: bool = False,
 ) -> list[Relocation]:
-    """A row for each array with a target."""
-    options = repeat(PLAIN, len(arrays)) if options is None else options
-    columns = zip(arrays, kinds, targets, options, strict=True)
-    return [
-        Relocation(i, x, kind, target, *option)
-        for i, (x, kind, target, option) in enumerate(columns)
-        if target is not None
-    ]
-
-
-def not_there(
-    arrays: Sequence[Any],
-    kinds: Iterable[Kind],
-    targets: Iterable[Any],
-    options: Iterable[Options] | None = None,
-) -> list[Relocation]:
-    """A row for each array that is not at its target. Arrays that stay get none: rows for them
-    would make the call for 1000 arrays 1.4 times as long.
-    """
+    """A row for each array that is not at its target, or for each with a target if `even_there`."""
     # Caches which pairs of shardings agree, for this call: most leaves share a few. The shardings
     # are kept alive, because their ids are the keys.
     answers: dict[tuple[int, int, int], tuple[bool, Any]] = {}
+    # Not rows for all, with a flag for those that stay: usually all stay, and `filter_shard` of
+    # 1000 arrays that do would take 1.15 ms in place of 0.83 (measured).
     rows: list[Relocation] = []
     options = repeat(PLAIN, len(arrays)) if options is None else options
     columns = zip(arrays, kinds, targets, options, strict=True)
     for i, (x, kind, target, option) in enumerate(columns):
         if target is None:
             continue
-        if kind is Kind.DEVICE and x.committed:
+        if kind is Kind.DEVICE and not even_there and x.committed:
             sharding = x.sharding
             key = id(sharding), id(target), len(x.shape)
             answer = answers.get(key)
@@ -109,4 +95,4 @@ def not_there(
 
 
 def is_there(x: Any, kind: Kind, target: Target) -> bool:
-    return not not_there([x], [kind], [target])
+    return not rows_of([x], [kind], [target])

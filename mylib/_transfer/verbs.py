@@ -42,7 +42,7 @@ from .._processes import (
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import move
 from .primitive import RoundTrip, place
-from .relocation import Options, Relocation, not_there, requested, set_values, with_values
+from .relocation import Options, Relocation, rows_of, set_values, with_values
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ Refusal = Callable[[Target], Iterator[Fault]]
 
 
 def _by_position(fun: Callable[P, R]) -> Callable[P, R]:
-    """Says how to call it, if the tree or the placement are given by name, as in Equinox."""
+    """Raises with the right call if the tree or the placement is given by name, as in Equinox."""
     code: Any = getattr(fun, "__code__")  # noqa: B009  # as type checkers know of none
     first, named = code.co_posonlyargcount, code.co_argcount + code.co_kwonlyargcount
     allowed = frozenset(code.co_varnames[first:named])
@@ -181,7 +181,7 @@ def _on_default_device(
         else None
         for x, kind, option in zip(leaves.arrays, leaves.kinds, of_each, strict=True)
     ]
-    rows = requested(leaves.arrays, leaves.kinds, here, of_each)
+    rows = rows_of(leaves.arrays, leaves.kinds, here, of_each, even_there=True)
     move([row for row in rows if row.kind is Kind.HOST])
     _place_traced([row for row in rows if row.kind is Kind.TRACED])
     result = leaves.join(with_values(leaves.arrays, rows))
@@ -214,8 +214,7 @@ def place_leaves(
     `check` is that of `filter_shard`; `across` is whether an array on devices of a single process
     is the same one in all.
     """
-    find = requested if world.staged else not_there
-    rows = find(leaves.arrays, leaves.kinds, targets, options)
+    rows = rows_of(leaves.arrays, leaves.kinds, targets, options, even_there=world.staged)
     valued = rows
     if Kind.ABSTRACT in leaves.kinds:
         valued = [row for row in rows if row.kind is not Kind.ABSTRACT]
@@ -376,7 +375,7 @@ def _mark_crossings(rows: Sequence[Relocation], across: bool) -> None:
 
 
 def _label_placed(leaves: Leaves, rows: Sequence[Relocation], wanted: Sequence[Target]) -> None:
-    """Says in the arrays what has placed them, which processes without shards can't see."""
+    """Labels arrays with the call that placed them: processes without shards can't see it."""
     if jax.process_count() == 1:
         return
     calls: dict[Any, str] = {}

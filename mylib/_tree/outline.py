@@ -62,13 +62,13 @@ class Outline:
 
     @cached_property
     def state(self) -> tuple[Any, ...]:
-        """Tells whether what is static has changed in place since this was asked for; empty if it
-        can't.
+        """Differs from `state_now()` if a static object has changed in place since this was first
+        read; empty if none can.
         """
         return self.state_now()
 
     def noted(self) -> "Outline":
-        """Itself, with its `state` asked for."""
+        """Itself, after reading its `state`."""
         _ = self.state
         return self
 

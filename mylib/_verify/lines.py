@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
-from .._compat import names, scan_sizes
+from .._compat import names
 from .._lines import is_of_user
-from .._programs import bind_as, interpret, jaxprs_in, line_of, scanned
+from .._programs import at_shardings, bind_as, interpret, jaxprs_in, line_of, scan_of, scanned
 from .._text import listed
 
-# How many values are looked at in one run, and how often programs are run at most.
+# Compare at most this many values in one run, and run programs at most this many times.
 _AT_ONCE, _RUNS = 24, 10
-# How many lines that only one program has are told.
+# Name at most this many lines that only one program has.
 _ALONE = 2
 
 
@@ -60,7 +60,8 @@ class _Values:
             return self._scan(eqn, args)
         if name in _ENTERED:
             (inside, *_) = jaxprs_in(eqn)
-            return self.run(inside, _constrained(args, eqn.params.get(names.PARAM_IN_SHARDINGS)))
+            shardings = eqn.params.get(names.PARAM_IN_SHARDINGS, [None] * len(args))
+            return self.run(inside, at_shardings(args, shardings))
         results = bind_as(eqn, args)
         for x in results:
             if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -68,20 +69,18 @@ class _Values:
         return results
 
     def _scan(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
-        place = self._place(eqn, None)
-        consts, carried = scan_sizes(eqn)
+        place, loop = self._place(eqn, None), scan_of(eqn, args)
 
-        def turn(carry: Any, xs: Any) -> Any:
+        def turn(state: None, given: list[Any]) -> tuple[None, list[Any], list[Any]]:
             inner = _Values((*self.loops, place), self.wanted)
-            results = inner.run(eqn.params[names.PARAM_JAXPR], [*args[:consts], *carry, *xs])
+            results = inner.run(loop.body, given)
             found[:] = inner.found  # keys that JAX can't sort
-            return results[:carried], (results[carried:], list(inner.found.values()))
+            return state, results, list(inner.found.values())
 
         found: list[Spot] = []
-        rest = args[consts:]
-        carry, (ys, values) = scanned(eqn, turn, list(rest[:carried]), list(rest[carried:]))
+        _, results, values = scanned(eqn, loop, turn, None)
         self.found.update(zip(found, values, strict=True))
-        return [*carry, *ys]
+        return results
 
     def _place(self, eqn: Any, x: Any) -> Spot:
         stack = f"{source_info_util.current_name_stack()}"
@@ -97,27 +96,12 @@ class _Values:
             self.found[place] = x
 
 
-# Calls whose equations are looked at. Into others, such as `shard_map`, nobody looks: their
-# results are compared.
-_ENTERED = {
-    names.CLOSED_CALL,
-    names.CUSTOM_JVP_CALL,
-    names.CUSTOM_VJP_CALL,
-    names.JIT,
-    names.REMAT,
-}
+# Calls whose equations are compared one by one. Of others, such as `shard_map`, only the results
+# are compared.
+_ENTERED = names.CALLS | {names.REMAT}
 
 
 _PLACING = {names.CONSTRAINT, names.RESHARD}
-
-
-def _constrained(args: Sequence[Any], shardings: Any) -> Sequence[Any]:
-    if shardings is None:
-        return args
-    return [
-        jax.lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.Sharding) else x
-        for x, s in zip(args, shardings, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class _Starting(NamedTuple):
 def _starting(
     calls: Sequence[Started], counts: Mapping[str, int], thread: Thread | None
 ) -> _Starting | None:
-    """On CPUs it may run the program. Before it returns nobody knows its devices; they are taken
-    for those of the last call of the same program, or else of the same function.
+    """On CPUs it may run the program. Its devices are unknown before it returns; they are assumed
+    to be those of the last call of the same program, or else of the same function.
     """
     start = thread and thread.starts()
     if not start:

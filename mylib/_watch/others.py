@@ -34,7 +34,7 @@ _AFTER = 12.0
 _PRINTS = 1.0
 # The report waits this long for the records of other processes.
 _PATIENCE = 2.0
-# And longer where a signal has asked: nobody is in a hurry.
+# And longer if a signal asked for it: then the job goes on.
 _ANSWERS = 5.0
 # A process that has used so much of its limit tells all that it knows of itself.
 _SOON = 0.8
@@ -56,7 +56,7 @@ class Others:
         # The longest time without progress of any of them.
         self._oldest = 0.0
         self._is_reported = False
-        # The standstill whose record has been told.
+        # The standstill whose record has been published.
         self._recorded: Any = None
         # How often all were asked for their records. If this process has asked: the number of that
         # order, and until when it waits for them.
@@ -96,7 +96,7 @@ class Others:
         return max(self._progress.age, self._oldest) >= self._limit / 2
 
     def _quiet(self) -> float:
-        """A process that has told nothing for so many seconds is silent."""
+        """A process is silent if it has published nothing for this many seconds."""
         return min(2.5 * min(_TELL, self._limit / 5) + 3, max(_SILENT, self._limit / 2))
 
     def _is_due(self, now: float) -> bool:

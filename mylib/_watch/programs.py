@@ -13,7 +13,7 @@ from .._processes import digest
 from .._text import listed
 from .._tree import canonical_dtype, split, texts_of
 
-# The most arguments whose shapes are told.
+# Show the shapes of at most this many arguments.
 _ARRAYS = 4
 _PLAIN = bool | int | float | complex | str | bytes | None
 

@@ -35,7 +35,7 @@ class Progress:
         self._is_reported = False
 
     def look(self, seconds: float) -> None:
-        """Looks again, so many seconds after the last time."""
+        """Samples the thread again, this many seconds after the last time."""
         before, self.last = self.last, self.record.look()
         self._state = "running"
         if self.pauses:

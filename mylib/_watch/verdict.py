@@ -10,7 +10,7 @@ from .._text import counted
 
 # Name at most this many places.
 _PLACES = 4
-# Of a process that is no longer watched.
+# The status of a process that is no longer watched.
 GONE = ("left", "ended")
 
 

@@ -3,17 +3,29 @@
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from operator import ne
+from functools import cached_property, reduce
+from operator import ne, or_
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Collective, Groups, MeshAxes, Report, axis_of, sums_each_turn, times_of
+from .._audit import (
+    Array,
+    Collective,
+    Groups,
+    MeshAxes,
+    Parameter,
+    Report,
+    axis_of,
+    no_mesh,
+    size_of,
+    sums_each_turn,
+    times_of,
+)
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
-from ._roles import Roles, axes_of, parts, size_of
+from ._roles import Roles, axes_of, parts
 from ._text import Violation, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
@@ -25,6 +37,10 @@ _PASSES = ("forward", "backward", "recomputed")
 SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
+_NOT_GATHERED = (
+    "multiplied without being gathered over {}, so activations are moved instead: call "
+    "mylib.fully_shard in the loss"
+)
 _NOT_UNDERSTOOD = (
     ", or not in a way that is understood: what devices have computed is combined otherwise, or "
     "taken apart. Sum it by jax.lax.psum or psum_scatter"
@@ -43,10 +59,8 @@ class Moved(NamedTuple):
     role: Role
     # The weights that it is of, or whose gradient it is, by their numbers.
     leaves: tuple[int, ...]
-    bytes: int
-
-    def names(self, report: Report) -> tuple[str, ...]:
-        return moved_by(self.c, [report.parameters[i].path for i in self.leaves])
+    array: Array
+    names: tuple[str, ...]
 
 
 class Judged:
@@ -60,21 +74,27 @@ class Judged:
                 "text"
             )
         self.report, self.axis = report, axis
+        self.parameters = report.parameters
         self.roles = Roles(report, argument)
         self.flow = report.flow
-        if self.flow.graph.differentiates is None:
+        self.graph = report.flow.graph
+        if self.graph.differentiates is None:
             raise AuditError(
                 f"it is unknown which of {report.name} is forward and which backward: no "
                 "instruction says what it is from (op_name), or not in a way that is understood"
             )
-        if self.flow.graph.differentiates and not self.roles.trained:
+        if self.graph.differentiates and not self.roles.trained:
             raise AuditError(
                 f"it is unknown which weights {report.name} trains: none of its results is named "
                 f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
                 "as a tree like the model"
             )
-        self.mesh = MeshAxes(tuple(report.axes), tuple(report.axes.values()))
+        self.mesh = MeshAxes.of_sizes(report.axes)
         self.groups: Groups = self.mesh.groups([axis])
+
+    def fault(self, number: int, text: str) -> Violation:
+        """What is wrong with an argument."""
+        return Violation((self.parameters[number].path,), text)
 
     @cached_property
     def sums(self):
@@ -89,7 +109,7 @@ class Judged:
         return self.flow.labels(self._labels_of)
 
     def _labels_of(self, number: int) -> np.ndarray:
-        split = axes_of(self.report.parameters[number])
+        split = axes_of(self.parameters[number])
         places = np.unravel_index(np.arange(self.mesh.size), self.mesh.sizes)
         at = [place * (name in split) for name, place in zip(self.mesh.names, places, strict=True)]
         return np.ravel_multi_index(at, self.mesh.sizes)
@@ -117,13 +137,13 @@ class Judged:
         """The faults of weights whose gradient isn't summed once over the axis."""
         for result, number in self._trained_by_data:
             if reason := self._unsummed(result):
-                yield Violation((self.report.parameters[number].path,), reason)
+                yield self.fault(number, reason)
 
     def _differs(self, result: int) -> bool:
         """Whether devices have different values of a result. A ring makes a sum that is the same on
         all devices of what isn't.
         """
-        mask = self.flow.graph.results[result].any
+        mask = self.graph.results[result].any
         if self.varies(mask) and self.sums.is_summed(self.sums.results[result]):
             mask = self.flow.before_permutations(mask) & ~self.data
         return self.varies(mask)
@@ -133,7 +153,7 @@ class Judged:
         return self.flow.parameters(self.roles.data)
 
     def _unsummed(self, result: int) -> str:
-        r, mask = self.report.results[result], self.flow.graph.results[result].any
+        r, mask = self.report.results[result], self.graph.results[result].any
         summed = self.sums.is_summed(self.sums.results[result])
         if not summed or (self.axis not in axes_of(r) and self._differs(result)):
             known = self.sums.is_known(self.sums.results[result])
@@ -155,7 +175,7 @@ class Judged:
 
     def without_data(self) -> Iterator[Violation]:
         if not self.data and self.roles.trained:
-            paths = [self.report.parameters[i].path for i in self.roles.data]
+            paths = [self.parameters[i].path for i in self.roles.data]
             yield Violation(
                 tuple(paths[:3]),
                 f"no argument but the model is split over {self.axis}: each device computes the "
@@ -165,7 +185,7 @@ class Judged:
     @cached_property
     def _trained_by_data(self) -> list[tuple[int, int]]:
         """As `Roles.trained`, those that depend on data."""
-        results = self.flow.graph.results
+        results = self.graph.results
         return [
             (result, number)
             for result, number in self.roles.trained.items()
@@ -175,28 +195,30 @@ class Judged:
     def resharded(self, must_equal: Sequence[int]) -> Iterator[Violation]:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
-            argument, r = self.report.parameters[number], self.report.results[i]
+            argument, r = self.parameters[number], self.report.results[i]
             hows = ["sharded" if self.axis in axes_of(p) else "whole" for p in (argument, r)]
             if number in must_equal and hows[0] != hows[1]:
                 text = f"given {hows[0]} over {self.axis}, and returned {hows[1]} ({r.path})"
-                yield Violation((argument.path,), text)
+                yield self.fault(number, text)
 
     def state(self) -> Iterator[Violation]:
         """The faults of an optimiser's state that is not sharded as its weights are."""
         for number, weight in self.roles.state.items():
-            if weight is None:
+            p = self.parameters[number]
+            if weight is None or not self.roles.alike(p, self.parameters[weight]):
                 continue
-            p, w = self.report.parameters[number], self.report.parameters[weight]
-            if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
-                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
-                text = f"not sharded over {self.axis}, as its weight is: {held_by}"
-                yield Violation((p.path,), text)
+            if self._is_split(weight) and not self._is_split(number):
+                text = f"not sharded over {self.axis}, as its weight is: {self._held_by(p)}"
+                yield self.fault(number, text)
+
+    def _held_by(self, p: Parameter) -> str:
+        return f"{self.size} devices hold the same {show_bytes(p.bytes)}"
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
         """The faults of weights that are whole though smaller ones are sharded, or all of them if
         devices hold a tenth more than their share of the factors of products.
         """
-        p_of = self.report.parameters
+        p_of = self.parameters
         split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]
         factors = [i for i in among if i in self.multiplied]
         held = sum(p_of[i].bytes for i in factors)
@@ -209,12 +231,11 @@ class Judged:
             if not self._is_split(i) and (
                 (fits and large) or (held > 1.1 * share and i in factors)
             ):
-                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
-                text = f"not sharded over {self.axis}: {held_by}"
+                text = f"not sharded over {self.axis}: {self._held_by(p)}"
                 yield Violation((f"{p.path} {list(p.shape)}",), text)
 
     def _is_split(self, number: int) -> bool:
-        return self.axis in axes_of(self.report.parameters[number])
+        return self.axis in axes_of(self.parameters[number])
 
     @cached_property
     def moved(self) -> list[Moved]:
@@ -222,15 +243,13 @@ class Judged:
         return list(self._moved())
 
     def _moved(self) -> Iterator[Moved]:
-        graph = self.flow.graph
-        leaves = self._leaves()
-        trained = 0
-        for result in self.roles.trained:
-            trained |= self.flow.reaching(graph.results[result].any)
+        graph, leaves = self.graph, self._leaves()
+        results = (graph.results[i].any for i in self.roles.trained)
+        trained = self.flow.reaching(reduce(or_, results, 0))
         for number, c in enumerate(self.report.collectives):
             if c.axes is None:
-                raise AuditError(f"the mesh of {self.report.name} is not known: pass mesh=")
-            if self.axis not in map(axis_of, c.axes):
+                raise no_mesh(self.report)
+            if not self._goes_over(c):
                 continue
             for bit in self.flow.sources_of[number]:
                 array = self.flow.array(bit)
@@ -244,7 +263,8 @@ class Judged:
                 elif not trained >> bit & 1:
                     role = "result"
                 of = self._copied(1 << bit) if role == "weight" else leaves.get(bit, ())
-                yield Moved(c, bit, role, tuple(of), array.bytes)
+                moved = moved_by(c, [self.parameters[i].path for i in of])
+                yield Moved(c, bit, role, tuple(of), array, moved)
 
     def _copied(self, sources: int) -> list[int]:
         """The numbers of the weights that these sources are copies of, or are computed from element
@@ -255,20 +275,12 @@ class Judged:
 
     def _leaves(self) -> dict[int, dict[int, None]]:
         """For each collective, the weights of whose new value it is a part, by their numbers."""
-        graph = self.flow.graph
         leaves: dict[int, dict[int, None]] = {}
         for result, number in self.roles.trained.items():
-            queue = list(graph.sources_in(graph.results[result].near))
-            seen = set(queue)
-            for bit in queue:
-                if bit not in graph.into:
-                    continue
+            near = self.graph.results[result].near
+            parts = self.flow.reaching(near, True, lambda bit: not self.activations >> bit & 1)
+            for bit in self.graph.sources_in(parts):
                 leaves.setdefault(bit, {})[number] = None
-                if self.activations >> bit & 1:
-                    continue
-                new = [b for b in graph.sources_in(graph.into[bit].near) if b not in seen]
-                seen.update(new)
-                queue += new
         return leaves
 
     def repeated(self, pieces: int | None) -> Iterator[Violation]:
@@ -277,10 +289,10 @@ class Judged:
         """
         times: dict[tuple[int, tuple[object, ...]], tuple[float, Collective]] = {}
         for m in self.moved:
-            labels = self.labels(self.flow.graph.into[m.bit].any)
+            labels = self.labels(self.graph.into[m.bit].any)
             if self.flow.is_repeated(m.bit, labels):
                 yield Violation(
-                    m.names(self.report),
+                    m.names,
                     f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
                     "already",
                 )
@@ -293,32 +305,29 @@ class Judged:
                     times[summed] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (number, c) in times.items():
             if number > (pieces or 1) * 1.001:
-                yield Violation(
-                    (self.report.parameters[leaf].path,),
-                    f"its gradient is summed {number:.3g} times in a call, and {pieces} expected: "
-                    f"{text_of(c)}",
-                )
+                expected = f"{number:.3g} times in a call, and {pieces} expected"
+                yield self.fault(leaf, f"its gradient is summed {expected}: {text_of(c)}")
 
     def _share(self, m: Moved) -> float:
         """How much of its weights' gradients an array is."""
         axes = [a for a in self.report.axes if a in map(axis_of, m.c.axes or ())]
-        of = [self.report.parameters[i] for i in m.leaves]
+        of = [self.parameters[i] for i in m.leaves]
         whole = sum(math.prod(p.shape) * parts(self.report, p, axes) for p in of)
-        return min(1.0, self.flow.array(m.bit).size / whole)
+        return min(1.0, m.array.size / whole)
 
     def bounded(self, moved: Sequence[Moved], limit: int) -> Iterator[Violation]:
         """The faults of what is moved, if it is more than a limit in a call."""
-        total = sum(m.bytes * times_of(m.c) for m in moved)
+        total = sum(m.array.bytes * times_of(m.c) for m in moved)
         if total <= limit:
             return
         most = f"at most {show_bytes(limit)} in a call" if limit else "no activation"
         for c in dict.fromkeys(m.c for m in moved):
             of = [m for m in moved if m.c is c]
             rows = [m for m in of if self.is_of_table(m)]
-            tables = [self.report.parameters[i].path for m in rows for i in m.leaves]
+            tables = [self.parameters[i].path for m in rows for i in m.leaves]
             keys = [re.sub(r"^\w+\.?", "", path) for path in tables]
             advice = _OF_TABLE.format(keys[0], show_bytes(total)) if keys else ""
-            paths = [n for m in of for n in m.names(self.report)]
+            paths = [n for m in of for n in m.names]
             yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected{advice}")
 
     def is_activation(self, m: Moved) -> bool:
@@ -333,7 +342,7 @@ class Judged:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
         """
-        return self._copied(sum(1 << bit for bit in self.flow.graph.uses))
+        return self._copied(sum(1 << bit for bit in self.graph.uses))
 
     def ungathered(self) -> Iterator[Violation]:
         """The faults of weights of which devices multiply only their own parts."""
@@ -345,15 +354,11 @@ class Judged:
             # A parameter is a source of the same number.
             alone = self._phases(number) - gathered.get(number, set())
             if self._is_split(number) and alone:
-                yield Violation(
-                    (self.report.parameters[number].path,),
-                    f"multiplied without being gathered over {self.axis}, so activations are moved "
-                    "instead: call mylib.fully_shard in the loss",
-                )
+                yield self.fault(number, _NOT_GATHERED.format(self.axis))
 
     def _phases(self, bit: int) -> set[str]:
         """The phases in which a source is a factor of products."""
-        return {use.phase for use in self.flow.graph.uses.get(bit, ())}
+        return {use.phase for use in self.graph.uses.get(bit, ())}
 
     def held(self) -> Iterator[Violation]:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
@@ -364,12 +369,11 @@ class Judged:
         for m in self.moved:
             if m.role != "weight" or m.c.kind != "all-gather":
                 continue
-            uses = self.flow.graph.uses.get(m.bit, set())
-            size = self.flow.array(m.bit).size
+            uses = self.graph.uses.get(m.bit, set())
             phases = self._phases(m.bit)
-            if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
+            if any(len(m.c.loops) < use.loops and use.size < m.array.size for use in uses):
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
-                yield Violation(m.names(self.report), text)
+                yield Violation(m.names, text)
             elif phases >= {"forward", "backward"}:
                 held.update(dict.fromkeys(m.leaves, m.c))
             elif phases & {"backward", "recomputed"}:
@@ -378,22 +382,18 @@ class Judged:
             # The head alone, or what stands before layers that are gathered again, may be kept.
             if (len(held) > 1 and not again) or self._has_twin(number):
                 text = f"gathered once for the forward and the backward pass: {text_of(c)}"
-                path = self.report.parameters[number].path
-                yield Violation((path,), f"{text}, {_ADVICE}")
+                yield self.fault(number, f"{text}, {_ADVICE}")
 
     def _has_twin(self, number: int) -> bool:
         """Whether it is a weight of one of several layers: another has its shape, and its path but
         for one key.
         """
-        p_of, keys = self.report.parameters, self._keys(number)
+        p_of, key = self.parameters, self.roles.key(number)
         return any(
-            p_of[i].shape == p_of[number].shape and sum(map(ne, keys, self._keys(i))) == 1
+            p_of[i].shape == p_of[number].shape and sum(map(ne, key, self.roles.key(i))) == 1
             for i in self.multiplied
-            if len(self._keys(i)) == len(keys)
+            if len(self.roles.key(i)) == len(key)
         )
-
-    def _keys(self, number: int) -> list[str]:
-        return re.findall(r"[^.\[]+", self.report.parameters[number].path)
 
     def is_of_product(self, m: Moved) -> bool:
         """Whether a product computes what is moved."""
@@ -401,33 +401,33 @@ class Judged:
 
     def is_of_rows(self, m: Moved) -> bool:
         """Whether it tells which rows of a table a gradient is of."""
-        return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
+        return not m.leaves and m.array.dtype in ("s32", "u32", "s64", "u64")
 
     def is_of_table(self, m: Moved) -> bool:
         """Whether it moves rows that are added to a table that is sharded."""
         split = any(self._is_split(i) for i in m.leaves)
-        return split and bool(self.flow.graph.rows >> m.bit & 1)
+        return split and bool(self.graph.rows >> m.bit & 1)
 
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""
-        sizes = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
-        return bool(sizes) and self.flow.array(m.bit).size <= max(sizes)
+        sizes = [math.prod(self.parameters[i].shape) for i in m.leaves]
+        return bool(sizes) and m.array.size <= max(sizes)
 
     def is_summed(self, m: Moved) -> bool:
         """Whether it is computed from gradients that are summed already, as an optimiser does."""
-        number = self.flow.graph.sources[m.bit].number
+        number = self.graph.sources[m.bit].number
         return self.sums.is_summed(self.sums.given.get(number, frozenset()))
 
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""
-        graph = self.flow.graph
-        return m.c.kind == "all-reduce" and not graph.into[m.bit].near & ~graph.made
+        made = self.graph.made
+        return m.c.kind == "all-reduce" and not self.graph.into[m.bit].near & ~made
 
     def completes(self, m: Moved) -> bool:
         """Whether it sums arrays, such as parts of products or rows of a sharded table, and not
         numbers computed from them, such as the maximum of scores.
         """
-        return m.c.kind in SUMMING and bool(self.flow.graph.into[m.bit].near)
+        return m.c.kind in SUMMING and bool(self.graph.into[m.bit].near)
 
     def is_forward(self, m: Moved) -> bool:
         """By what is moved: several arrays that are moved together have one name."""
@@ -438,16 +438,15 @@ class Judged:
         """Whether it gathers what was scattered over the axis, or what is the same on all devices
         but for the part that each has taken.
         """
-        graph = self.flow.graph
-        operand = graph.into[m.bit]
+        graph, operand = self.graph, self.graph.into[m.bit]
         if m.c.kind != "all-gather":
             return False
-        copied = graph.sources_in(self.flow.reaching(operand.near, copies=True))
-        if any(self.flow.scatters(bit) and self._goes_over(bit) for bit in copied):
-            return True
+        collectives = self.report.collectives
+        for bit in graph.sources_in(self.flow.reaching(operand.near, copies=True)):
+            if self.flow.scatters(bit) and self._goes_over(collectives[graph.sources[bit].number]):
+                return True
         is_position = (i for i, s in enumerate(graph.sources) if s.kind == "position")
         return not self.varies(operand.any & ~self.flow.parameters(is_position))
 
-    def _goes_over(self, bit: int) -> bool:
-        c = self.report.collectives[self.flow.graph.sources[bit].number]
+    def _goes_over(self, c: Collective) -> bool:
         return self.axis in map(axis_of, c.axes or ())

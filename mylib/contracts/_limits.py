@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 
-from .._audit import Contract, Report, bytes_of
+from .._audit import Contract, Report, bytes_of, size_of
 from .._text import counted, show_bytes
 from ..machines import Memory
-from ._roles import Roles, parts, size_of
+from ._roles import Roles, parts
 from ._text import (
     Axes,
     Size,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .._audit import Parameter, Report
+from .._audit import Parameter, Report, size_of
 from .._belongs import Owner, Owners
 from .._errors import AuditError
 from .._tree import parts_in
@@ -46,9 +46,9 @@ class Roles:
         is of a second model, placed as the first is.
         """
         weights = set(self.weights)
-        of_weights = Owners({i: self._key(i) for i in self.weights})
+        of_weights = Owners({i: self.key(i) for i in self.weights})
         others = [i for i in range(len(self.report.parameters)) if i not in weights]
-        of = {i: of_weights.of(self._key(i)).only for i in others}
+        of = {i: of_weights.of(self.key(i)).only for i in others}
         multiplied = self.report.flow.activations(lambda _: False)
         copies: dict[str, set[int]] = {}
         for i, weight in of.items():
@@ -66,7 +66,7 @@ class Roles:
         """For each result the arguments that it may be the new value of, or the gradient."""
         report, graph = self.report, self.report.flow.graph
         owners = Owners(
-            {i: self._key(i) for i in range(len(report.parameters))},
+            {i: self.key(i) for i in range(len(report.parameters))},
             lambda i: self._form(report.parameters[i]),
         )
         replaced: list[Owner[int]] = []
@@ -80,7 +80,7 @@ class Roles:
 
     @cached_property
     def _returned_anew(self) -> set[int]:
-        return {i for owner in self._replaced for i in owner.all if self._key(i)}
+        return {i for owner in self._replaced for i in owner.all if self.key(i)}
 
     def _is_copy(self, number: int, weight: int | None) -> bool:
         """Whether an array has the size and the sharding of a weight."""
@@ -103,7 +103,7 @@ class Roles:
         each = [next((x for x in known if x in owner.all), None) for owner in self._replaced]
         returned = {i: number for i, number in enumerate(each) if number is not None}
         # A model that is one array.
-        for alone in [i for i in self.weights if not self._key(i)]:
+        for alone in [i for i in self.weights if not self.key(i)]:
             for i, r in enumerate(self.report.results):
                 if r.shape and self.alike(r, self.report.parameters[alone]):
                     returned.setdefault(i, alone)
@@ -129,7 +129,7 @@ class Roles:
     def _path(self, number: int) -> str:
         return self.report.parameters[number].path
 
-    def _key(self, number: int) -> tuple[str, ...]:
+    def key(self, number: int) -> tuple[str, ...]:
         """A path without the argument's name."""
         return parts_in(self._path(number))[1:]
 
@@ -149,10 +149,3 @@ def parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
     """The number of parts that these axes split it into."""
     split = axes_of(p)
     return math.prod(size_of(report, axis) for axis in over if axis in split)
-
-
-def size_of(report: Report, axis: str) -> int:
-    """The number of devices along an axis."""
-    if axis not in report.axes:
-        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
-    return report.axes[axis]

@@ -213,20 +213,26 @@ def two_d(
 def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Violation]:
     axis, report = judged.axis, judged.report
     for number in judged.roles.weights:
-        p = report.parameters[number]
-        if axis in axes_of(p):
+        if axis in axes_of(report.parameters[number]):
             text = f"sharded over {axis}, and each device should have all of it"
-            yield Violation((p.path,), text)
+            yield judged.fault(number, text)
     yield from judged.without_data()
-    yield from judged.gradients()
-    yield from judged.resharded(judged.roles.weights)
-    yield from judged.repeated(pieces)
-    yield from judged.others()
+    yield from _of_results(judged, judged.roles.weights, pieces)
     for m in judged.moved:
         if m.role == "weight":
             text = f"moved by {text_of(m.c)}, and each device should have all weights"
-            yield Violation(m.names(report), text)
+            yield Violation(m.names, text)
     yield from _bounded(judged, limit)
+
+
+def _of_results(judged: Judged, kept: Sequence[int], pieces: int | None) -> Iterator[Violation]:
+    """What holds of all strategies: a gradient is summed, and once; what is `kept` comes back as it
+    was given; and all else is the same on all devices.
+    """
+    yield from judged.gradients()
+    yield from judged.resharded(kept)
+    yield from judged.repeated(pieces)
+    yield from judged.others()
 
 
 def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
@@ -240,15 +246,12 @@ def _of_fsdp(
     yield from judged.unsharded(weights)
     yield from judged.state()
     yield from judged.without_data()
-    yield from judged.gradients()
-    yield from judged.resharded([*judged.roles.weights, *judged.roles.state])
-    yield from judged.repeated(pieces)
-    yield from judged.others()
+    yield from _of_results(judged, [*judged.roles.weights, *judged.roles.state], pieces)
     yield from judged.ungathered()
     yield from judged.held()
     for m in judged.moved:
         if reason := _wrong_in_fsdp(judged, m, most):
-            yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
+            yield Violation(m.names, f"{text_of(m.c)}, and {reason}")
     yield from _bounded(judged, limit)
 
 
@@ -258,7 +261,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     if m.role == "weight":
         # The TPU's compiler gathers small arrays by a sum of what is zero elsewhere.
         if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted is not False):
-            large = most is not None and m.bytes > most
+            large = most is not None and m.array.bytes > most
             return f"at most {show_bytes(most or 0)} at once expected" if large else ""
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
@@ -278,13 +281,10 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     axis = judged.axis
     yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
-    yield from judged.gradients()
-    yield from judged.resharded([*judged.roles.weights, *judged.roles.state])
-    yield from judged.repeated(None)
-    yield from judged.others()
+    yield from _of_results(judged, [*judged.roles.weights, *judged.roles.state], None)
     for m in judged.moved:
         if reason := _wrong_in_tensor_parallel(judged, m):
-            yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
+            yield Violation(m.names, f"{text_of(m.c)}, and {reason}")
     moved = [m for m in judged.moved if m.role in ("activation", "result")]
     # Megatron's sequence parallelism gathers what it has scattered.
     others = [m for m in moved if m.c.kind not in SUMMING and not judged.is_of_scattered(m)]

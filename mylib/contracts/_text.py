@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .._audit import Collective, Report, axis_of, what_of
-from .._errors import folded
-from .._text import listed, show_bytes
+from .._audit import Collective, Report, axis_of, folded_names, what_of
+from .._text import show_bytes
 
 Axes = str | Sequence[str]
 Size = int | str
@@ -33,13 +32,7 @@ def lines(faults: Iterable[Violation]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for fault in faults:
         alike.setdefault(fault.text, []).extend(fault.leaves)
-    return [
-        f"{listed([*folded(leaves)], _SHOWN)}: {text}" if leaves else text
-        for text, leaves in alike.items()
-    ]
-
-
-_SHOWN = 3
+    return [f"{folded_names(leaves)}: {text}" if leaves else text for text, leaves in alike.items()]
 
 
 def moved_by(c: Collective, leaves: Sequence[str] = ()) -> tuple[str, ...]:

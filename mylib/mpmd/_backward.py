@@ -43,17 +43,8 @@ def flattened(fun: Callable[..., Any], *args: Any) -> Any:
     return without_dead_code(inlined(*jax.tree.leaves(args)))
 
 
-_CALLS = (
-    names.JIT,
-    names.CLOSED_CALL,
-    names.REMAT,
-    names.CUSTOM_JVP_CALL,
-    names.CUSTOM_VJP_CALL,
-)
-
-
 def _call(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    if eqn.primitive.name not in _CALLS or _is_placed(eqn):
+    if eqn.primitive.name not in names.CALLS | {names.REMAT} or _is_placed(eqn):
         return bind_as(eqn, args)
     if eqn.primitive.name == names.REMAT and _computes_again(eqn):
         # As JAX does when it compiles a checkpoint: otherwise the compiler could compute its values

@@ -143,7 +143,7 @@ def fetch(tree: T, /) -> T:
 
 
 def _must_travel(kind: Kind, x: Any) -> bool:
-    """Says the same in all processes."""
+    """A text that is the same in all processes."""
     if jax.process_count() == 1 or kind is not Kind.DEVICE or not x.committed:
         return False
     return not (x.is_fully_replicated and len(owners(x.sharding)) == jax.process_count())

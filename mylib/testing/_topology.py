@@ -124,7 +124,7 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
 
 
 def cpu_settings(devices: int) -> dict[str, str]:
-    """The environment of a process with so many simulated devices."""
+    """The environment of a process with this many simulated devices."""
     return {
         # Takes precedence over XLA_FLAGS.
         "JAX_NUM_CPU_DEVICES": str(devices),

@@ -15,6 +15,7 @@ import mylib
 from mylib._audit.dataflow import Source, graph_of
 from mylib._audit.groups import MeshAxes, groups_of, pairs_of
 from mylib._audit.hlo import HloModule, arrays_of
+from mylib._audit.positions import positions
 from mylib._audit.targets import TARGETS
 from mylib._audit.values import Value, before
 
@@ -347,10 +348,29 @@ def test_send_and_receive():
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.axes, only.bytes) == ("collective-permute", ("d",), 32)
+    # Besides what is sent, `send` returns a context and a token.
+    flow = mylib.audit(text, mesh=MESH).flow
+    assert [flow.array(bit).shape for bit in flow.graph.into] == [(8,)]
     to_host = text.replace("send(%x, %t),", "send(%x, %t), is_host_transfer=true,")
     assert mylib.audit(to_host, mesh=MESH).collectives == ()
     with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
         mylib.audit(re.sub(r", frontend_attributes=.*", "", text), mesh=MESH)
+
+
+def test_quotients_of_places_are_rounded_as_in_hlo():
+    text = program(
+        "%p = u32[] partition-id()",
+        "%i = s32[] convert(%p)",
+        "%four = s32[] constant(4)",
+        "%d = s32[] subtract(%i, %four)",
+        "%two = s32[] constant(2)",
+        "%q = s32[] divide(%d, %two)",
+        "%r = s32[] remainder(%d, %two)",
+        "ROOT %t = (s32[], s32[]) tuple(%q, %r)",
+    )
+    quotients, rests = (positions(x, 8) for x in HloModule(text).entry.result.inputs())
+    assert quotients[:, 0].tolist() == [-2, -1, -1, 0, 0, 0, 1, 1]
+    assert rests[:, 0].tolist() == [0, -1, 0, -1, 0, 1, 0, 1]
 
 
 def test_the_sum_of_a_collective_that_is_started():

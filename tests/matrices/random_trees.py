@@ -97,16 +97,9 @@ def apart(tree):
 
 def beside(tree, reference):
     """The largest difference from a tree in which the matrices of stacks are leaves."""
-    rest = iter(jax.tree.leaves(reference))
-    pairs = []
-    for x in map(np.asarray, jax.tree.leaves(tree)):
-        first = np.asarray(next(rest))
-        members = [first]
-        if x.shape != first.shape:
-            members += [np.asarray(next(rest)) for _ in range(len(x) - 1)]
-        pairs.append((x, np.stack(members) if x.shape != first.shape else first))
-    assert next(rest, None) is None
-    return difference(*map(list, zip(*pairs, strict=True)))
+    leaves, structure = jax.tree.flatten(tree)
+    members = structure.flatten_up_to(reference)
+    return difference(leaves, [np.stack(x) if isinstance(x, tuple) else x for x in members])
 
 
 def is_shape(x):

@@ -294,20 +294,28 @@ def test_eagerly():
     assert difference(updates, expected) < 1e-12
 
 
-def test_a_checkpoint_for_any_number_of_devices():
+@pytest.mark.everyday("4")
+@pytest.mark.parametrize("devices", [6, 4, 3])
+def test_a_checkpoint_for_any_number_of_devices(devices):
+    """It is read part by part, as of a file."""
     params, transform = random_like(UNEVEN), of_matrices(soap())
     chained = lambda t: optax.chain(t, optax.scale(-1.0))  # noqa: E731
     expected, plain = run(chained(transform), params, chained(transform).init(params), 5)
     ours = chained(mylib.by_matrix(transform, KEPT, mesh=EIGHT))
     placed = mylib.filter_shard(params, KEPT, mesh=EIGHT)
     _, state = run(ours, placed, ours.init(placed), 3)
-    saved = jax.tree.map(np.asarray, mylib.by_matrix.to_plain(state))
+    saved = mylib.by_matrix.to_plain(state)
     assert jax.tree.structure(saved) == jax.tree.structure(plain)
-    four = mylib.make_mesh(data=4, devices=jax.devices()[:4])
-    there = chained(mylib.by_matrix(transform, KEPT, mesh=four))
-    placed = mylib.filter_shard(params, KEPT, mesh=four)
-    state = mylib.by_matrix.from_plain(saved, eqx.filter_eval_shape(there.init, placed))
-    updates, state = run(there, placed, state, 2, start=3)
+    paths = jax.tree_util.tree_flatten_with_path(saved)[0]
+    file = {jax.tree_util.keystr(path): np.asarray(x) for path, x in paths}
+    fewer = mylib.make_mesh(data=devices, devices=jax.devices()[:devices])
+    there = chained(mylib.by_matrix(transform, KEPT, mesh=fewer))
+    placed = mylib.filter_shard(params, KEPT, mesh=fewer)
+    like = eqx.filter_eval_shape(there.init, placed)
+    shapes = eqx.filter_eval_shape(mylib.by_matrix.to_plain, like)
+    read = lambda leaf, index: file[leaf.name][index]  # noqa: E731
+    loaded = mylib.filter_load(shapes, KEPT, read, mesh=fewer)
+    updates, state = run(there, placed, mylib.by_matrix.from_plain(loaded, like), 2, start=3)
     assert difference(updates, expected) < 1e-12
     assert difference(mylib.by_matrix.to_plain(state), plain) < 1e-12
     weight = next(
@@ -328,8 +336,14 @@ def test_a_state_that_is_moved_away_is_told():
 def test_what_else_is_refused():
     with pytest.raises(ValueError, match="a tree of arrays"):
         mylib.by_matrix(muon(), KEPT, mesh=EIGHT).init([jnp.ones((8, 8)), "text"])
-    with pytest.raises(mylib.PlacementError, match="where it is kept"):
-        mylib.by_matrix(muon(), None, mesh=EIGHT).init([jnp.ones((8, 8))])
+    sharded = mylib.filter_shard([jnp.ones((8, 8))], KEPT, mesh=EIGHT)
+    for optim in (mylib.by_matrix(muon(), None, mesh=EIGHT), mylib.by_matrix(muon(), None)):
+        with pytest.raises(
+            mylib.PlacementError, match=r"where it is kept(.|\n)*None is for a step"
+        ):
+            optim.init(sharded)
+    with pytest.raises(ValueError, match=r"over=\('dta',\): .* has no axis 'dta'"):
+        mylib.by_matrix(muon(), KEPT, "dta", mesh=EIGHT).init(sharded)
 
 
 def test_a_step_of_fsdp_holds_its_contract():
@@ -354,3 +368,79 @@ def test_a_step_of_fsdp_holds_its_contract():
     # Three matrices of one shape in one group, and one all-to-all each way, as they are written.
     sent = report.among("all-to-all", "data")
     assert [(x.scope, x.inserted, x.times) for x in sent] == [("by_matrix", False, 1)] * 2
+
+
+def test_stacked_layers_in_a_scan():
+    """With FSDP, moments in another dtype, and all that is replaced donated."""
+    make = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key))
+    layers = make(jax.random.split(jax.random.key(0), 8))
+    transform = optax.chain(muon(mu_dtype=jnp.bfloat16), optax.scale(-0.1))
+
+    def trained(optim, layers, sharded=lambda layers: layers, **options):
+        def loss(weights, batch):
+            turn = lambda x, layer: (jnp.tanh(jax.vmap(layer)(x)), None)  # noqa: E731
+            return jnp.mean(jax.lax.scan(turn, batch, sharded(weights))[0] ** 2)
+
+        @mylib.filter_jit(**options)
+        def step(batch, layers, state):
+            grads = eqx.filter_grad(loss)(layers, batch)
+            grads = eqx.tree_at(lambda x: x.bias, grads, None)
+            updates, state = optim.update(grads, state)
+            return eqx.apply_updates(layers, updates), state
+
+        state = optim.init(eqx.tree_at(lambda x: x.bias, layers, None))
+        for _ in range(3):
+            layers, state = step(np.ones((16, 32)), layers, state)
+        return layers.weight
+
+    ours = trained(
+        mylib.by_matrix(transform, KEPT, mesh=EIGHT),
+        mylib.filter_shard(layers, KEPT, mesh=EIGHT),
+        lambda x: mylib.fully_shard(x, eqx.nn.Linear, KEPT, mesh=EIGHT),
+        in_shardings={"batch": P("data")},
+        out_shardings=(KEPT, None),
+        mesh=EIGHT,
+        donate=("layers", "state"),
+    )
+
+    def each_alone():
+        # Each matrix is an array of its own.
+        apart = lambda tree: jax.tree.map(lambda x: tuple(x), tree)  # noqa: E731
+
+        def update(grads, state, params=None):
+            updates, state = transform.update(apart(grads), state)
+            return jax.tree.map(lambda x, new: jnp.stack(new), grads, updates), state
+
+        return optax.GradientTransformation(lambda params: transform.init(apart(params)), update)
+
+    expected = trained(each_alone(), layers)
+    assert difference([ours], [expected]) < 1e-3
+    assert difference([ours], [layers.weight]) > 0.05
+
+
+def test_flops():
+    """Of a device, over an eighth of one device's alone."""
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 8
+    kept = mylib.filter_shard(shapes, KEPT, mesh=EIGHT)
+    optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
+    reports = [
+        mylib.audit(jax.jit(x.update), params, eqx.filter_eval_shape(x.init, params))
+        for x, params in ((optim, kept), (muon(), shapes))
+    ]
+    ours, alone = (sum(report.work.flops.values()) for report in reports)
+    assert 8 * ours == pytest.approx(alone, rel=0.01)
+
+
+def test_padding_is_a_matrix():
+    """Zeros in its place would be divided by zero."""
+
+    def update(grads, state, params=None):
+        made = jax.tree.map(lambda x: x / jnp.linalg.norm(x), grads)
+        return made, made
+
+    transform = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    params = random_like([(16, 24)] * 3)
+    _, state = optim.update(params, optim.init(params))
+    ((stack,),) = state.stacks
+    assert stack.shape == (8, 16, 24) and np.isfinite(stack).all()

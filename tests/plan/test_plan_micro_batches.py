@@ -58,7 +58,12 @@ def loss_of(model, rows):
 def planned(memory, numbers=(), **options):
     model, batch = Stack(jax.random.key(0)), np.ones((ROWS, WIDTH), np.float32)
     step = steps if numbers else steps(1)
-    options = {"policies": ("full",), "compile": 0, "memory": memory, "machine": "h100 x 8"} | options
+    options = {
+        "policies": ("full",),
+        "compile": 0,
+        "memory": memory,
+        "machine": "h100 x 8",
+    } | options
     return mylib.plan(step, model, batch, micro_batches=numbers, **options)
 
 

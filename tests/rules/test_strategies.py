@@ -193,7 +193,7 @@ def arrays(tree):
 
 # Every model under every strategy, and the transformer with every optimiser, too. Every day a few
 # of them; the programs of the scanned transformer are looked at below.
-TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
+TRAINING = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
 WHEN = {("mlp", "fsdp", "adamw"): [], ("transformer", "both", "adamw"): [pytest.mark.slow]}
@@ -204,7 +204,7 @@ TRAINED = [
         optimiser,
         marks=WHEN.get((name, strategy, optimiser), pytest.mark.thorough),
     )
-    for name, strategy, optimiser in TRAINED
+    for name, strategy, optimiser in TRAINING
 ]
 
 

@@ -1,0 +1,209 @@
+"""Reads which instruction ran when, from a trace of `jax.profiler`.
+
+On CPUs each operation is an event of a thread, with its program, its run and its device. GPUs and
+TPUs have a plane for each device. Its line `XLA Modules` has the calls; the operations are in the
+lines of GPUs' streams, and in TPUs' `XLA Ops`, or `Async XLA Ops` while they run beside others.
+These are read by public descriptions: that is tested on no real trace of a GPU or a TPU.
+"""
+
+import re
+import warnings
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.profiler import ProfileData
+
+from .._compat import names as jax_names
+from .._errors import AuditError
+from .._text import counted, some
+
+# Of instructions that a program doesn't have, this share of the time is reported as unknown. With
+# more, the trace is of another program.
+_UNKNOWN = 0.1
+_UNTESTED = (
+    "mylib reads traces of GPUs and TPUs by public descriptions of them: this is not tested on any"
+)
+_ONE_BLOCK = (
+    "what is inside of a CUDA command buffer is one block without lines: to see its instructions, "
+    "set XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =), and trace again"
+)
+_OPERATION = {
+    jax_names.PROFILE_HLO_OP,
+    jax_names.PROFILE_HLO_MODULE,
+    jax_names.PROFILE_PROGRAM_ID,
+    jax_names.PROFILE_RUN_ID,
+    jax_names.PROFILE_DEVICE_ORDINAL,
+}
+_TPU_LINES = jax_names.PROFILE_OPS_LINE, jax_names.PROFILE_ASYNC_LINE
+
+
+class ProfiledEvent(NamedTuple):
+    """One execution of an instruction, in nanoseconds. `beside` others: of an asynchronous one,
+    the time between its start and its end.
+    """
+
+    device: int
+    call: int
+    name: str
+    start: float
+    end: float
+    program: tuple[str, str] = ("", "")
+    beside: bool = False
+
+
+def events_of(
+    path: str | Path, program: str, known: Collection[str], certain: Collection[str]
+) -> tuple[list[ProfiledEvent], list[str]]:
+    """The events of all whole calls of a program, and notes about them. Its instructions are
+    `known`; on CPUs those that are `certain` run in each call.
+    """
+    events, on_host = _read(_file_in(Path(path)))
+    by_program: dict[tuple[str, str], list[ProfiledEvent]] = {}
+    for event in events:
+        by_program.setdefault(event.program, []).append(event)
+    of_name = [key for key in by_program if key[0].removeprefix("jit_") == program]
+    if not of_name:
+        found = some(sorted({name for name, _ in by_program})) or "no compiled program at all"
+        raise AuditError(
+            f"the trace in {path} has no call of {program!r}, but {found}. Call the audited "
+            "program inside of jax.profiler.trace, and wait for its result there"
+        )
+    faults = {key: _fault(by_program[key], known, certain if on_host else ()) for key in of_name}
+    fitting = [key for key, fault in faults.items() if not fault]
+    if not fitting:
+        raise AuditError(
+            f"the {program!r} in the trace in {path} is not the audited program: "
+            f"{faults[of_name[0]]}. Audit the compiled program that is traced"
+        )
+    if len(fitting) > 1:
+        raise AuditError(
+            f"the trace in {path} has {len(fitting)} programs {program!r} with the instructions of "
+            "the audited one. Trace only one of them"
+        )
+    found = by_program[fitting[0]]
+    notes = [] if on_host else [_UNTESTED]
+    notes += [_ONE_BLOCK] if any(is_command_buffer(x.name) for x in found) else []
+    whole = _whole(found, certain)
+    cut = len({x.call for x in found} - {x.call for x in whole})
+    notes += [f"{counted(cut, 'call')} that the trace has cut off left out"] if cut else []
+    return whole, notes
+
+
+def _file_in(path: Path) -> Path:
+    files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"))
+    if not files:
+        raise AuditError(f"there is no trace in {path}: jax.profiler.trace writes *.xplane.pb")
+    if len(files) > 1:
+        names = some([str(file.relative_to(path)) for file in files])
+        raise AuditError(
+            f"there are {len(files)} traces in {path}: {names}. Pass the path of one of them. The "
+            "clocks of several processes can't be compared"
+        )
+    return files[0]
+
+
+def _read(file: Path) -> tuple[list[ProfiledEvent], bool]:
+    """All events, and whether they are those of CPUs."""
+    with warnings.catch_warnings():
+        # On Python 3.13, of the extension module's own type.
+        warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
+        try:
+            planes = [*ProfileData.from_file(str(file)).planes]
+        except RuntimeError as error:
+            raise AuditError(f"{file} is not a whole trace: {error}") from error
+        numbered = [
+            (re.fullmatch(jax_names.PROFILE_DEVICE_PLANE, plane.name), plane) for plane in planes
+        ]
+        devices = [x for match, plane in numbered if match for x in _of_device(match, plane)]
+        hosts = [plane for plane in planes if plane.name == jax_names.PROFILE_HOST_PLANE]
+        return devices or [x for plane in hosts for x in _of_host(plane)], not devices
+
+
+def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
+    starts: list[tuple[Any, dict[str, Any]]] = []
+    ends: dict[int, float] = {}
+    for line in plane.lines:
+        if line.name == jax_names.PROFILE_PYTHON_LINE:
+            continue
+        for x in line.events:
+            stats = dict(x.stats)
+            if stats.keys() >= _OPERATION:
+                starts.append((x, stats))
+            elif (
+                x.name.startswith(jax_names.PROFILE_END_OF_EVENT)
+                and jax_names.PROFILE_CONSUMER in stats
+            ):
+                ends[stats[jax_names.PROFILE_CONSUMER]] = x.start_ns
+    for x, stats in starts:
+        program = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
+        # An asynchronous operation ends in another thread, and an event may last longer than it.
+        number = stats.get(jax_names.PROFILE_PRODUCER)
+        end = ends[number] if number in ends else x.end_ns
+        device, call = stats[jax_names.PROFILE_DEVICE_ORDINAL], stats[jax_names.PROFILE_RUN_ID]
+        yield ProfiledEvent(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
+
+
+def _of_device(match: re.Match[str], plane: Any) -> Iterator[ProfiledEvent]:
+    lines = {line.name: [*line.events] for line in plane.lines}
+    of_calls = sorted(lines.get(jax_names.PROFILE_MODULES_LINE, ()), key=lambda x: x.start_ns)
+    starts = [x.start_ns for x in of_calls]
+    is_gpu = match["kind"] == "GPU"
+    for line, events in lines.items():
+        if not (line.startswith(jax_names.PROFILE_STREAM_LINE) if is_gpu else line in _TPU_LINES):
+            continue
+        for x in events:
+            # Of a GPU's kernels without an instruction, such as copies, nothing is known.
+            name = "" if is_gpu else x.name.partition(" = ")[0]
+            name = dict(x.stats).get(jax_names.PROFILE_HLO_OP, name).lstrip("%")
+            i = bisect_right(starts, x.start_ns) - 1
+            if name and i >= 0 and x.start_ns < of_calls[i].end_ns:
+                program, _, number = of_calls[i].name.rstrip(")").partition("(")
+                call = dict(of_calls[i].stats).get(jax_names.PROFILE_RUN_ID, i)
+                beside = line == jax_names.PROFILE_ASYNC_LINE
+                yield ProfiledEvent(
+                    int(match["number"]),
+                    call,
+                    name,
+                    x.start_ns,
+                    x.end_ns,
+                    (program, number),
+                    beside,
+                )
+
+
+def _fault(
+    events: Iterable[ProfiledEvent], known: Collection[str], certain: Collection[str]
+) -> str:
+    """Why the events aren't those of a program; empty if they are."""
+    seconds: dict[str, float] = {}
+    for x in events:
+        seconds[x.name] = seconds.get(x.name, 0.0) + x.end - x.start
+    foreign = sorted(x for x in seconds if x not in known and not is_command_buffer(x))
+    if foreign and sum(seconds[x] for x in foreign) > _UNKNOWN * sum(seconds.values()):
+        return f"it runs {some(foreign)}, which the audited program doesn't have"
+    missing = sorted(x for x in certain if x not in seconds)
+    return f"it doesn't run {some(missing)} of the audited program" if missing else ""
+
+
+def is_command_buffer(name: str) -> bool:
+    """Whether it is a CUDA graph: one block of several instructions."""
+    return name.startswith(jax_names.PROFILE_COMMAND_BUFFER)
+
+
+def _whole(events: Sequence[ProfiledEvent], certain: Collection[str]) -> list[ProfiledEvent]:
+    """The events of calls in which each device runs all that any call is certain to run."""
+    seen: dict[tuple[int, int], set[str]] = {}
+    for x in events:
+        seen.setdefault((x.call, x.device), set()).add(x.name)
+    every = set().union(*seen.values()).intersection(certain)
+    devices = {device for _, device in seen}
+    calls = {call for call, _ in seen}
+    whole = {call for call in calls if all(every <= seen.get((call, d), set()) for d in devices)}
+    if not whole:
+        raise AuditError(
+            f"none of {counted(len(calls), 'traced call')} is whole: wait for the last result, by "
+            "jax.block_until_ready, inside of jax.profiler.trace"
+        )
+    return [x for x in events if x.call in whole]

@@ -1,0 +1,355 @@
+"""Profiles joined with audited programs: where the time went, and who waited for whom."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import profiled
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib import machines
+
+ONE = mylib.make_mesh(data=8)
+PERMUTED = [3, 1, 0, 2, 7, 5, 6, 4]
+H100 = machines.gpu("h100")
+
+
+def in_order(order, shape, names):
+    return Mesh(np.array(jax.devices())[np.array(order)].reshape(shape), names)
+
+
+class Run:
+    """A compiled step, its report, and the folder of a profile."""
+
+    def __init__(self, make, folder):
+        self.compiled, *self.arguments = make(ONE)
+        self.report, self.folder = mylib.audit(self.compiled), folder
+        profiled.profile(folder, self.compiled, *self.arguments)
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory):
+    return Run(profiled.mlp, tmp_path_factory.mktemp("mlp"))
+
+
+@pytest.mark.parametrize(
+    "make", [profiled.mlp, pytest.param(profiled.gpt, marks=pytest.mark.slow), profiled.experts]
+)
+def test_all_time_has_a_line(make, tmp_path):
+    run = Run(make, tmp_path)
+    report, measured = run.report, run.report.measured(run.folder)
+    assert measured.attributed >= 0.999 and not measured.unknown
+    assert measured.calls == 2 and [x.device for x in measured.devices] == [*range(8)]
+    assert [x.times for x in measured.collectives] == [c.times for c in report.collectives]
+    assert [x.wire_bytes for x in measured.collectives] == [
+        (c.times or 0) * c.wire_bytes for c in report.collectives
+    ]
+    busy = sum(x.busy for x in measured.devices) / 8
+    assert sum(x.seconds for x in measured.lines) == pytest.approx(busy)
+    assert sum(x.seconds for x in measured.layers) == pytest.approx(busy)
+    exposed = sum(x.exposed for x in measured.devices) / 8
+    assert sum(x.exposed for x in measured.collectives) == pytest.approx(exposed)
+    for x in measured.devices:
+        assert 0 <= x.waiting <= x.exposed <= x.busy <= x.seconds and x.idle >= 0
+        assert sum(x.waits_for.values()) == pytest.approx(x.waiting)
+    for c in measured.collectives:
+        assert c.exposed <= c.in_flight + 1e-12 and c.rate > 0
+
+
+def test_a_late_device_is_named(tmp_path):
+    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.1)
+    report = mylib.audit(compiled)
+    profiled.profile(tmp_path, compiled, *arguments)
+    measured = report.measured(tmp_path)
+    late = measured.devices[5]
+    assert late.computing > 0.1 and late.waiting < 0.05
+    # Some callbacks of other devices may only run after it, on a busy machine.
+    assert max(x.waits_for.get(5, 0) for x in measured.devices) > 0.09
+    assert max(measured.devices, key=lambda x: measured.awaited(x.device)) == late
+    (total,) = measured.collectives
+    assert total.awaited == 5 and total.in_flight > total.waiting > 0.01
+    assert total.sending == pytest.approx(total.in_flight - total.waiting, rel=0.2, abs=1e-3)
+    text = repr(measured)
+    assert "device 5 is late: others wait " in text
+    assert "all-reduce" in text and "profiled.py:" in text
+
+
+@pytest.mark.parametrize(
+    ("axes", "waiting"), [("a", {1}), ("b", {3, 0, 2}), (("a", "b"), {3, 0, 2, 7, 1, 6, 4})]
+)
+def test_groups_of_devices_in_the_order_of_the_mesh(axes, waiting, tmp_path):
+    mesh = in_order(PERMUTED, (2, 4), ("a", "b"))
+    # Over a, device 7 is with 3, 5 with 1, 6 with 0, and 4 with 2; over b those of a row.
+    late = {"a": 5, "b": 1}.get(axes if isinstance(axes, str) else "", 5)
+    compiled, *arguments = profiled.sleeping(mesh, late, axes, 0.05)
+    profiled.profile(tmp_path, compiled, *arguments)
+    measured = mylib.audit(compiled).measured(tmp_path)
+    waits = {x.device for x in measured.devices if x.waits_for.get(late, 0) > 0.04}
+    assert waits and waits <= waiting
+
+
+def test_one_instruction_for_several_gradients(mlp):
+    """It has the bytes of all of them, and each array its part of the time."""
+    report, measured = mlp.report, mlp.report.measured(mlp.folder)
+    names = [c.instructions for c in report.collectives]
+    combined = [
+        (a, b)
+        for i, a in enumerate(measured.collectives)
+        for j, b in enumerate(measured.collectives)
+        if i < j and names[i] == names[j]
+    ]
+    assert combined  # a reduce-scatter of weights, and an all-reduce of biases
+    for a, b in combined:
+        assert a.in_flight / b.in_flight == pytest.approx(a.wire_bytes / b.wire_bytes)
+    total = sum(c.times * c.wire_bytes for c in report.collectives)
+    assert sum(x.wire_bytes for x in measured.collectives) == total
+
+
+def test_loops_and_conditions(tmp_path):
+    """Of nested loops only the innermost instructions count."""
+    x = jax.device_put(jnp.ones((8, 64)), NamedSharding(ONE, P("data")))
+
+    @jax.jit
+    def nested(x):
+        def inner(i, x):
+            return jnp.sin(x + x.sum() * 1e-9)
+
+        def outer(x, _):
+            x = jax.lax.fori_loop(0, 3, inner, x)
+            return jax.lax.cond(x[0, 0] > 2, jnp.cos, jnp.tanh, x), None
+
+        return jax.lax.scan(outer, x, None, length=2)[0]
+
+    compiled = nested.lower(x).compile()
+    report = mylib.audit(compiled)
+    profiled.profile(tmp_path, compiled, x)
+    measured = report.measured(tmp_path)
+    assert measured.attributed >= 0.999
+    times = {x.times for x in measured.collectives if x.times != 2}
+    assert times == {6}
+    for device in measured.devices:
+        assert device.busy <= device.seconds
+
+
+def test_beside_an_estimate(mlp):
+    report, folder = mlp.report, mlp.folder
+    measured = report.measured(folder, H100)
+    found = report.estimate(H100)
+    assert measured.machine == "h100 x 8"
+    assert measured.estimated == (found.seconds, found.exposed)
+    over = found.parts["communication over data"]
+    assert sum(x.estimated for x in measured.collectives) == pytest.approx(over)
+    body = sum(x.estimated or 0 for x in measured.lines)
+    assert body == pytest.approx(found.seconds - found.exposed, rel=0.2)
+    text = repr(measured)
+    assert "estimated for h100 x 8" in text and "link" in text and text.count("estimated") == 4
+    assert "estimated" not in repr(report.measured(folder))
+
+
+def test_an_estimate_by_measured_rates(mlp):
+    """With the rates that a step reaches, its own estimate is what it took without waiting."""
+    report, measured = mlp.report, mlp.report.measured(mlp.folder)
+    found = report.estimate(H100, measured)
+    computing = sum(x.computing for x in measured.devices) / 8
+    sending = sum(x.sending for x in measured.collectives)
+    assert found.parts["communication over data"] == pytest.approx(sending, rel=1e-6)
+    assert 0.5 * computing < found.seconds - found.exposed < 1.1 * computing
+    assert found.seconds < 1.1 * (computing + sending)
+    low, high = found.interval
+    assert low <= found.seconds * 1.001 and found.seconds <= high * 1.001
+    assert "rates are those of step, as measured" in repr(found)
+    assert found.parts["memory"] > 10 * report.estimate(H100).parts["memory"]
+
+
+def test_text_and_page(mlp, monkeypatch):
+    measured = mlp.report.measured(mlp.folder)
+    text = repr(measured)
+    assert text.startswith("step, measured: 2 calls on 8 devices, ")
+    assert "100.0% of the busy time has a line of Python" in text
+    for word in ("squares", "backward", "all-gather", "data", "weight", "device 7", "idle"):
+        assert word in text
+    page = measured._repr_html_()
+    assert page.count("<svg") == 8 and "device 7" in page and "<script" not in page
+    assert max(map(len, text.splitlines())) > 72
+    with profiled.terminal(monkeypatch, 72):
+        narrow = repr(measured)
+    cells = [line for line in narrow.partition("\n\n")[2].splitlines() if line.startswith("  ")]
+    assert cells and max(map(len, cells)) <= 72
+    assert "in flight " in narrow and "waiting " in narrow
+
+
+def test_a_trace_of_another_program(mlp, tmp_path):
+    report = mlp.report
+
+    @jax.jit
+    def other(x):
+        return jnp.sin(x) @ x.T
+
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(ONE, P("data")))
+    profiled.profile(tmp_path / "other", other, x)
+    with pytest.raises(mylib.AuditError, match=r"no call of 'step', but .*jit_other"):
+        report.measured(tmp_path / "other")
+
+    # Of the same name, with other instructions; or with some of them.
+    for name, function in (("more", lambda x: jnp.linalg.qr(x)[0]), ("fewer", lambda x: x.sum())):
+        function.__name__ = "step"
+        profiled.profile(tmp_path / name, jax.jit(function), x)
+        with pytest.raises(
+            mylib.AuditError, match=r"is not the audited program: it (runs|doesn't)"
+        ):
+            report.measured(tmp_path / name)
+
+
+def test_several_programs_in_a_trace(mlp, tmp_path):
+    compiled, arguments, report = mlp.compiled, mlp.arguments, mlp.report
+    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(ONE, P("data")))
+
+    @jax.jit
+    def step(x):
+        return jnp.sin(x) @ x.T
+
+    jax.block_until_ready([step(x), compiled(*arguments)])
+    with jax.profiler.trace(tmp_path):
+        for _ in range(2):
+            jax.block_until_ready([step(x), compiled(*arguments)])
+    measured = report.measured(tmp_path)
+    assert measured.calls == 2 and measured.attributed >= 0.999
+    assert mylib.audit(step, x).measured(tmp_path).calls == 2
+    # The same for two sizes: their instructions have the same names.
+    both = [jax.device_put(jnp.ones((8, n)), x.sharding) for n in (4, 8)]
+    double = jax.jit(lambda x: 2 * x)
+    jax.block_until_ready([*map(double, both)])
+    with jax.profiler.trace(tmp_path / "both"):
+        jax.block_until_ready([*map(double, both)])
+    with pytest.raises(mylib.AuditError, match="has 2 programs .* with the instructions"):
+        mylib.audit(double, both[0]).measured(tmp_path / "both")
+
+
+def test_folders(mlp, tmp_path):
+    report = mlp.report
+    with pytest.raises(mylib.AuditError, match="no trace in .*nowhere"):
+        report.measured(tmp_path / "nowhere")
+    shutil.copytree(mlp.folder, tmp_path / "a")
+    (file,) = (tmp_path / "a").rglob("*.xplane.pb")
+    assert report.measured(file).calls == report.measured(str(tmp_path)).calls == 2
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(mylib.AuditError, match="2 traces in .* Pass the path of one of them"):
+        report.measured(tmp_path)
+    whole = file.read_bytes()
+    for length in (0, 10, len(whole) // 2, len(whole) - 3):
+        file.write_bytes(whole[:length])
+        with pytest.raises(mylib.AuditError, match="not a whole trace|no compiled program"):
+            report.measured(tmp_path / "a")
+
+
+def test_calls_that_are_cut_off(tmp_path):
+    """The trace begins while a call runs."""
+    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.2)
+    report = mylib.audit(compiled)
+    jax.block_until_ready(compiled(*arguments))
+    compiled(*arguments)
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(compiled(*arguments))
+    measured = report.measured(tmp_path)
+    assert measured.calls == 1
+    assert "1 call that the trace has cut off left out" in repr(measured)
+
+
+HLO = """
+HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%add {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+
+ENTRY %main {
+  %x = f32[64] parameter(0)
+  %start = f32[64] all-reduce-start(%x), replica_groups={{0,1}}, channel_id=1, to_apply=%add, PSUM
+  %y = f32[64] sine(%x), metadata={op_name="jit(step)/jvp(one)/sin"}
+  %done = f32[64] all-reduce-done(%start)
+  ROOT %z = f32[64] add(%done, %y), metadata={op_name="jit(step)/jvp(two)/add"}
+}
+""".replace("PSUM", 'metadata={op_name="jit(step)/jvp(one)/psum"}')
+
+
+def device(late):
+    """What public descriptions say of a TPU's trace: on a device that starts later by this."""
+    ops = [("start", 0, 2), ("y", 2, 40), ("done", 42, 58 - late), ("z", 100 - late, 10)]
+    ops = [(f"%{x} = f32[64] op()", 1000 * i + late + a, n, {}) for i in (0, 1) for x, a, n in ops]
+    modules = [("jit_step(7)", 1000 * i + late, 110 - late, {}) for i in (0, 1)]
+    return {"XLA Modules": modules, "XLA Ops": ops, "Steps": [("0", 0, 110, {})]}
+
+
+def test_planes_of_tpus(tmp_path):
+    """Written by hand, after public descriptions. No real trace of a TPU was read."""
+    report = mylib.audit(HLO)
+    written = profiled.written(tmp_path, TPU_0=device(0), TPU_1=device(30))
+    measured = report.measured(written)
+    assert measured.calls == 2 and "this is not tested on any" in repr(measured)
+    (sum_,) = measured.collectives
+    first, second = measured.devices
+    ns = pytest.approx
+    assert first.seconds * 1e9 == ns(110) and first.computing * 1e9 == ns(50)
+    # In flight from the start to the end of what waits for it, and hidden while y is computed.
+    assert first.exposed * 1e9 == ns(2 + 58) and second.exposed * 1e9 == ns(2 + 28)
+    assert first.waits_for == {1: ns(2e-9)} and second.waits_for == {}
+    assert sum_.in_flight * 1e9 == ns((100 + 70) / 2) and sum_.awaited == 1
+    assert sum_.times == 1 and sum_.sending * 1e9 == ns(70)
+    assert first.between * 1e9 == ns(1000 - 110)
+    assert [(x.scope, x.phase) for x in measured.layers][:1] == [("one", "forward")]
+
+
+def test_asynchronous_line_of_tpus(tmp_path):
+    """While an event of it lasts, the collective is in flight, and a copy computes nothing."""
+    plane = device(0)
+    plane["Async XLA Ops"] = [
+        (f"%{name} = f32[64] op()", 1000 * i + 1, 60, {}) for i in (0, 1) for name in ("start", "x")
+    ]
+    measured = mylib.audit(HLO).measured(profiled.written(tmp_path, TPU_0=plane, TPU_1=plane))
+    (sum_,) = measured.collectives
+    assert sum_.in_flight == pytest.approx(60e-9) and sum_.times == 1
+    assert measured.devices[0].computing == pytest.approx(50e-9)
+
+
+def test_command_buffers_of_gpus(tmp_path):
+    """Written by hand, after public descriptions: a command buffer is one block."""
+    stats = {"hlo_module": "jit_step"}
+    plane = {
+        "XLA Modules": [("jit_step(7)", 0, 100, {})],
+        "Stream #1(Compute)": [
+            ("kernel", 0, 60, {**stats, "hlo_op": "command_buffer_0"}),
+            ("sine", 60, 30, {**stats, "hlo_op": "y"}),
+            ("MemcpyD2D", 90, 5, {}),
+        ],
+        "XLA Ops": [("y", 60, 30, {})],
+    }
+    measured = mylib.audit(HLO).measured(profiled.written(tmp_path, GPU_0=plane, GPU_1=plane))
+    assert measured.unknown == {"command_buffer_0": pytest.approx(60e-9)}
+    assert measured.devices[0].computing == pytest.approx(90e-9)
+    assert measured.attributed == 0.0  # the text has no lines
+    text = repr(measured)
+    assert "XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =)" in text
+
+
+def test_instructions_of_collectives(mlp):
+    """Others can join by them, too."""
+    (one,) = mylib.audit(HLO).collectives
+    assert one.instructions == ("start", "done")
+    text = mlp.compiled.as_text()
+    for c in mlp.report.collectives:
+        assert c.instructions and all(f"%{name} = " in text for name in c.instructions)
+
+
+def test_data_is_plain(tmp_path):
+    measured = mylib.audit(HLO).measured(
+        profiled.written(tmp_path, TPU_0=device(0), TPU_1=device(0))
+    )
+    assert dataclasses.is_dataclass(measured) and type(measured).__module__ == "mylib"
+    for x in (measured.parts[0], measured.collectives[0], measured.devices[0]):
+        assert dataclasses.is_dataclass(x) and type(x).__module__ == "mylib"
