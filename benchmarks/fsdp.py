@@ -7,6 +7,7 @@ receives in a step, for `mylib.fully_shard` and for what others write.
     python benchmarks/fsdp.py h100 --only mylib --grid       4 x 4, with tensor parallelism
     python benchmarks/fsdp.py h100 --only mylib --dtype f32  kept in f32, sent in bf16
     python benchmarks/fsdp.py h100 --only mylib --dtype f32 --reduce    gradients summed in f32
+    python benchmarks/fsdp.py h100 --only mylib --send float8_e4m3fn    weights sent in float8
     python benchmarks/fsdp.py h100 --only mylib --model deep --layers list    48 layers of 1 GiB
 
 Peers (flax, haliax, scalax) are in the table of the MLP where they are installed. Nothing is run,
@@ -35,6 +36,7 @@ from side_by_side import print_header, print_row
 import mylib
 from mylib import machines
 
+UNROLL = 1  # iterations of a scan; scan_overlap.py has 2, too
 HEADS, VOCAB, TIME = 16, 32768, 512
 DTYPE = jnp.bfloat16
 # The TPU compiler's own, for the indices of an embedding: on each device by itself.
@@ -124,7 +126,7 @@ def through(layers: Any, x: jax.Array, each: Each) -> jax.Array:
         for layer in layers:
             x = each(layer, x)
         return x
-    return jax.lax.scan(lambda x, layer: (each(layer, x), None), x, layers)[0]
+    return jax.lax.scan(lambda x, layer: (each(layer, x), None), x, layers, unroll=UNROLL)[0]
 
 
 def mlp_loss(model: MLP, x: jax.Array, each: Each) -> jax.Array:
@@ -289,14 +291,14 @@ def data_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def programs(
-    case: Case, mesh: Mesh, only: str, peers: bool, reduce: bool = False
+    case: Case, mesh: Mesh, only: str, peers: bool, **options: Any
 ) -> Iterator[tuple[str, jax.stages.Compiled | str]]:
     listed = isinstance(case.model.layers, list)
     for name, (formulation, which) in FORMULATIONS.items():
         # `fully_shard` refuses to prefetch layers in a scan.
         if only in name and (listed or "prefetch" not in name):
-            if reduce and name.startswith("mylib"):
-                formulation = partial(formulation, reduce_dtype=jnp.float32)
+            if name.startswith("mylib"):
+                formulation = partial(formulation, **options)
             where = kept(case, mesh, which)
             params = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), case.model, where
@@ -318,7 +320,7 @@ def programs(
 
 def row(layers: str, name: str, program: jax.stages.Compiled | str, mesh: Mesh) -> list[str]:
     if isinstance(program, str):
-        return [layers, name, program, "", "", "", ""]
+        return [layers, name, program, "", "", "", "", ""]
     report = mylib.audit(program, mesh=mesh, local=LOCAL)
     temporary = program.memory_analysis().temp_size_in_bytes / MIB
     gathers = [c for c in report.collectives if c.kind == "all-gather" and c.bytes >= MIB]
@@ -330,6 +332,7 @@ def row(layers: str, name: str, program: jax.stages.Compiled | str, mesh: Mesh) 
         name,
         f"{temporary:.0f}",
         f"{report.wire_bytes() / MIB:.0f}",
+        f"{report.wire_bytes('all-gather') / MIB:.0f}",
         f"{sum(c.bytes * (c.times or 1) for c in summed) / MIB:.0f}",
         f"{hidden} of {len(gathers)}",
         ", ".join(kinds),
@@ -344,20 +347,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048, help="rows, or tokens, a device")
     parser.add_argument("--dtype", choices=["bf16", "f32"], default="bf16", help="of what is kept")
     parser.add_argument("--reduce", action="store_true", help="sum gradients of ours in f32")
+    parser.add_argument("--send", help="what weights of ours are sent in: float8_e4m3fn, int8")
     parser.add_argument("--grid", action="store_true", help="4 x 4 devices, data x model")
     parser.add_argument("--only", default="", help="formulations with this in their name")
     given = parser.parse_args()
     machine = MACHINES[given.machine]()
     mesh = machine.mesh(data=4, model=4) if given.grid else machine.mesh(data=-1)
-    columns = ["layers", "formulation", "temporary MiB", "received MiB", "all-reduced MiB"]
-    columns += ["gathers under way during other work", "collectives"]
+    columns = ["layers", "formulation", "temporary MiB", "received MiB", "gathered MiB"]
+    columns += ["all-reduced MiB", "gathers under way during other work", "collectives"]
     where = f"{given.model} of {SIZES[given.model].depth} layers on {machine}"
     print_header(f"{where}, {dict(mesh.shape)}, {given.rows} rows a device", columns)
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[given.dtype]
+    options: dict[str, Any] = {"reduce_dtype": jnp.float32} if given.reduce else {}
+    options |= {"send_dtype": given.send} if given.send else {}
     peers = given.model == "mlp" and given.dtype == "bf16" and not given.grid
     for layers in given.layers:
         case = case_of(given.model, layers, given.rows, mesh.shape["data"], dtype)
-        for name, program in programs(case, mesh, given.only, peers, given.reduce):
+        for name, program in programs(case, mesh, given.only, peers, **options):
             print_row(row(layers, name, program, mesh))
 
 

@@ -31,7 +31,7 @@ from ._tree import Leaf
 if TYPE_CHECKING:
     from . import contracts, data, loops, machines, mpmd, rules, testing
     from ._audit import Collective, Estimate, Parameter, Report, Work, audit
-    from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
+    from ._fsdp import accumulate, filter_checkpoint, fully_shard, recompute_resharded
     from ._matrices import by_matrix
     from ._measured import Measured, MeasuredCollective, MeasuredDevice, MeasuredPart
     from ._per_device import filter_shard_map, opaque, vary
@@ -79,6 +79,7 @@ __all__ = [
     "Watching",
     "Work",
     "WrongArgumentWarning",
+    "accumulate",
     "audit",
     "by_matrix",
     "check_replicas",
@@ -114,7 +115,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         for room, names in {
             "": "contracts data loops machines mpmd rules testing",
             "_audit": "Collective Estimate Parameter Report Work audit",
-            "_fsdp": "filter_checkpoint fully_shard recompute_resharded",
+            "_fsdp": "accumulate filter_checkpoint fully_shard recompute_resharded",
             "_matrices": "by_matrix",
             "_measured": "Measured MeasuredCollective MeasuredDevice MeasuredPart",
             "_per_device": "filter_shard_map opaque vary",

@@ -267,7 +267,9 @@ class ReplicatedWarning(MylibWarning):
     products and convolutions are not divided among them. Usually a batch is not placed, such as a
     NumPy array without `in_shardings`; or `jax.lax.map` goes over sharded rows, which XLA gathers:
     call it in [`mylib.filter_shard_map`][]; or an optimiser such as Muon multiplies whole matrices,
-    which are gathered for one product after the other: use [`mylib.by_matrix`][].
+    which are gathered for one product after the other: use [`mylib.by_matrix`][]; or a loop, such
+    as over the pieces of a batch, gathers the same weights in each iteration: use
+    [`mylib.accumulate`][], or ignore it if the gathered weights don't fit in memory.
     """
 
 

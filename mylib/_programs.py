@@ -45,15 +45,15 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among an equation's parameters, also in tuples. Programs are large, so this must
     be fast.
     """
-    return list(_jaxprs_among(eqn.params.values()))
+    return list(jaxprs_among(eqn.params.values()))
 
 
-def _jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
+def jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
     for x in params:
         if isinstance(x, _JAXPRS):
             yield x
         elif isinstance(x, tuple | list):
-            yield from _jaxprs_among(x)
+            yield from jaxprs_among(x)
 
 
 def optimiser_of(eqn: Any) -> str:

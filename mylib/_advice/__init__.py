@@ -11,6 +11,7 @@ from .gathered import about_gathered as about_gathered
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers
 from .order import about_order as about_order
+from .pieces import about_pieces as about_pieces
 from .replicated import (
     NewProgram as NewProgram,
     about_replicated as about_replicated,

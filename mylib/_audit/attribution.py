@@ -59,7 +59,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     around = _origin_names(informed)
     at = named if written else around
     return dict(
-        arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
+        arrays=tuple(dict.fromkeys(map(names, _arrays(x, written)))),
         primitive=_primitive(at),
         scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
@@ -194,15 +194,31 @@ def _informed_input(x: Instruction) -> Instruction:
     return next(filter(_origin_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
 
 
-def _arrays(x: Instruction) -> Iterator[str]:
+def _arrays(x: Instruction, written: bool) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
-    over another axis.
+    over another axis; and, unless the user has written a collective, of the argument that what is
+    gathered is computed from alone, as weights in 8 bits and their scales are.
     """
     # The other operands of a ragged one are the result's memory, and where rows begin.
+    computed = x.row.sends == "all-gather" and not written
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
-    for made_by in islice(behind(operands, _moved_by), _FAR):
-        if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
-            yield name_of(made_by)
+    for operand in operands:
+        moved = [name_of(x) for x in islice(behind([operand], _moved_by), _FAR) if _is_argument(x)]
+        yield from moved or (_only_argument(operand) if computed else ())
+
+
+def _is_argument(x: Instruction) -> bool:
+    return x.opcode == "parameter" and x.computation is x.computation.module.entry
+
+
+def _only_argument(operand: Instruction) -> set[str]:
+    """The name of the argument that a value is computed from, if there is no other."""
+    names = set[str]()
+    for number, x in enumerate(behind([operand], Instruction.inputs)):
+        names |= {name_of(x)} if _is_argument(x) else set()
+        if len(names) > 1 or number >= _FAR:
+            return set()
+    return names
 
 
 def _moved_by(x: Instruction) -> list[Instruction]:

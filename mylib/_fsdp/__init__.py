@@ -2,10 +2,11 @@
 is computed again in the backward pass.
 """
 
+from .accumulate import accumulate as accumulate
 from .checkpoint import (
     filter_checkpoint as filter_checkpoint,
     recompute_resharded as recompute_resharded,
 )
 from .fully_shard import fully_shard as fully_shard
 from .layer import is_layer as is_layer
-from .offloading import offloads_wrongly as offloads_wrongly
+from .quantised import IN_8_BITS as IN_8_BITS

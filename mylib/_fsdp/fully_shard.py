@@ -31,6 +31,7 @@ from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather_weights
 from .layer import LayerPlan, as_layer, is_layer, is_method
 from .prefetch_order import Turns
+from .quantised import IN_8_BITS
 from .residuals import Residuals
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ def fully_shard(
     mesh: AnyMesh | None = None,
     dtype: Any = None,
     reduce_dtype: Any = None,
+    send_dtype: Any = None,
     checkpoint: bool = True,
     policy: Policy | None = None,
     in_turn: bool = True,
@@ -89,6 +91,12 @@ def fully_shard(
         and summed in it over the devices, if the weight is at most cast, transposed, reshaped or
         sliced before the product. Gradients of all other uses, such as biases and norms, and of
         leaves that are in no layer, are summed in `dtype`.
+    - `send_dtype`: `jnp.float8_e4m3fn` or `jnp.int8`: layers gather their weights in 8 bits, with
+        scales in float32, and cast them to `dtype`. Each device rounds its own part, with a scale
+        for each index of the gathered dimension. Gradients and tangents are not rounded: they are
+        those of `dtype`, at the rounded weights. Left out are arrays of fewer than two dimensions
+        or of integers, weights that aren't gathered, and leaves that are in no layer, such as tied
+        embeddings; [`mylib.explain`][] of the returned model says which.
     - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
@@ -143,23 +151,24 @@ def fully_shard(
         ```
     """
     _check_order(layers, kept)
-    _check_dtypes(dtype, reduce_dtype)
+    check_dtypes(dtype, reduce_dtype, send_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     _check_saved(saved, checkpoint)
     methods = _checked(layers, checkpoint, policy)
     if on_one_device.value:
         return model
     if in_own_dtypes.value:
-        dtype = reduce_dtype = None
+        dtype = reduce_dtype = send_dtype = None
     nodes, treedef = _flatten(model, methods)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
-    faults = [*_faults(leaves, decisions), *_refuse_layers(layers, model, nodes)]
+    faults = [*faults_of_weights(leaves, decisions), *_refuse_layers(layers, model, nodes)]
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     expect(leaves.arrays, kept_at)
-    route = Route(kept_at, used_at, dtype, reduce_dtype)
+    send_dtype = None if send_dtype is None else jnp.dtype(send_dtype)
+    route = Route(kept_at, used_at, dtype, reduce_dtype, send_dtype)
     turns = Turns(prefetch) if prefetch else None
     residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
 
@@ -189,7 +198,7 @@ def _gathering(
         else:
             at_top |= dict.fromkeys(inside, len(new_nodes))
         new_nodes.append(node)
-    top = replace(route, reduce_dtype=None, lookups=True).part(list(at_top))
+    top = replace(route, reduce_dtype=None, send_dtype=None, lookups=True).part(list(at_top))
     gathered, _ = gather_weights([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
         new_nodes[position] = x
@@ -214,7 +223,13 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:
+def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any = None) -> None:
+    """Refuses what weights can't be sent, computed with, or summed in."""
+    if send_dtype is not None and jnp.dtype(send_dtype) not in IN_8_BITS:
+        raise TypeError(
+            f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
+            "dtypes are sent by dtype="
+        )
     for name, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if x is not None and not jnp.issubdtype(x, jnp.floating):
             raise TypeError(f"fully_shard: {name}={x!r} is not a floating dtype")
@@ -362,7 +377,7 @@ def _missing(
         yield because(reason, fix, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
 
 
-def _faults(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
+def faults_of_weights(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
     """Faults of `kept` and `used`, in this order in `decisions`."""
     kept, used = decisions
     yield from (*kept.faults, *used.faults)

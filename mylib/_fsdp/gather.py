@@ -18,6 +18,7 @@ from .._dims import relate_as_operands
 from .._placement import Target, current_world, unusual_memory_kind
 from .._transfer import place_leaves, transfer_and_constrain
 from .._tree import split
+from .quantised import Scales, quantised, restored, scales_of
 from .torus import halfway, is_over_all_devices
 
 Targets = tuple[Target | None, ...]
@@ -25,14 +26,16 @@ Targets = tuple[Target | None, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Where weights are kept, where they are used, the dtype in which they are sent, the dtype of
-    their gradients, and whether rows of them may be looked up, as in an embedding.
+    """Where weights are kept, where they are used, the dtype in which they are computed with, the
+    dtype of their gradients, the dtype in which they are sent if it is another one, and whether
+    rows of them may be looked up, as in an embedding.
     """
 
     kept: Targets
     used: Targets
-    dtype: Any
-    reduce_dtype: Any
+    dtype: Any = None
+    reduce_dtype: Any = None
+    send_dtype: Any = None
     lookups: bool = False
 
     def without(self, removed: Sequence[Sequence[int]]) -> "Route":
@@ -43,6 +46,9 @@ class Route:
             return self
         kept, used = (tuple(map(_without, ts, removed)) for ts in (self.kept, self.used))
         return replace(self, kept=kept, used=used)
+
+    def in_own_dtypes(self) -> "Route":
+        return replace(self, dtype=None, reduce_dtype=None, send_dtype=None)
 
     def part(self, index: Sequence[int]) -> "Route":
         kept, used = (tuple(ts[i] for i in index) for ts in (self.kept, self.used))
@@ -62,12 +68,41 @@ def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
 
 
 def _gathered(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
-    # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
-    arrays = [_cast(x, route.dtype) for x in arrays]
-    # Two constraints: with only the second the compiler may keep the weights gathered.
-    arrays = keep(arrays, on_device(route.kept))
-    gathered = keep(_by_way_of(arrays, map(halfway, route.kept, route.used)), route.used)
+    if route.send_dtype is None:
+        # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
+        gathered = _moved([_cast(x, route.dtype) for x in arrays], route.kept, route.used)
+    else:
+        gathered = _gathered_in_8_bits(arrays, route)
     return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
+
+
+def _moved(arrays: list[Any], kept: Targets, used: Targets) -> list[Any]:
+    # Two constraints: with only the second the compiler may keep the weights gathered.
+    arrays = keep(arrays, on_device(kept))
+    return keep(_by_way_of(arrays, map(halfway, kept, used)), used)
+
+
+def _gathered_in_8_bits(arrays: list[Any], route: Route) -> list[Any]:
+    """The weights where they are used. Those that can be have been sent in `route.send_dtype`."""
+    found = list(map(scales_of, arrays, route.kept, route.used))
+    all_scales = [scales for scales in found if isinstance(scales, Scales)]
+    arrays, sent, values = keep(arrays, on_device(route.kept)), list[Any](), list[Any]()
+    for x, scales in zip(arrays, found, strict=True):
+        if isinstance(scales, Scales):
+            x, of_weight = quantised(x, scales, route.send_dtype)
+            values.append(of_weight)
+        sent.append(x if isinstance(scales, Scales) else _cast(x, route.dtype))
+    sent = _moved(sent, route.kept, route.used)
+    kept, used = (tuple(getattr(x, name) for x in all_scales) for name in ("kept", "used"))
+    moved = iter(_moved(values, kept, used))
+    gathered = [
+        restored(x, next(moved), scales, route.dtype or before.dtype)
+        if isinstance(scales, Scales)
+        else x
+        for x, scales, before in zip(sent, found, arrays, strict=True)
+    ]
+    # So that a checkpoint's policy sees results of resharding, which it doesn't save.
+    return keep(gathered, route.used)
 
 
 _gather = jax.custom_jvp(_gathered, nondiff_argnums=(1,))
@@ -117,11 +152,14 @@ def _sink(x: Any, dtype: Any) -> Any:
 @partial(_gather.defjvp, symbolic_zeros=True)
 def _rule(route: Route, primals: Any, tangents: Any) -> Any:
     (arrays,), (tangents,) = primals, tangents
-    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
-    gathered = _gathered(arrays, route)
+    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result. Only
+    # weights in 8 bits need it, whose second derivative goes straight through, too.
+    gathered = (_gathered if route.send_dtype is None else _gather)(arrays, route)
+    # Tangents are not rounded to 8 bits.
+    plain = replace(route, send_dtype=None)
     index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
     moved = jtu.tree_map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), gathered)
-    gathered_tangents = _gather_tangents([tangents[i] for i in index], route.part(index))
+    gathered_tangents = _gather_tangents([tangents[i] for i in index], plain.part(index))
     for all_of, some in zip(moved, gathered_tangents, strict=True):
         for i, x in zip(index, some, strict=True):
             all_of[i] = x
@@ -208,19 +246,24 @@ def _backward(
     route: Route, types: Sequence[Any], cotangents: list[Any], of_sinks: list[Any]
 ) -> list[Any]:
     """The sums of cotangents of gathered weights and of their sinks."""
-    summed = [
+    wide = [
         x if of_sink is None else x.astype(of_sink.dtype) + of_sink
         for x, of_sink in zip(cotangents, of_sinks, strict=True)
     ]
+    return summed(route, types, wide)
+
+
+def summed(route: Route, types: Sequence[Any], parts: list[Any]) -> list[Any]:
+    """Sums over the devices, of which each keeps its part, in the dtypes of `types`."""
     # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
     # each device, which on TPUs stays an all-reduce.
     between = [
         (_columns(kept, used, x.shape) if route.lookups else None) or halfway(kept, used)
-        for x, kept, used in zip(summed, route.kept, route.used, strict=True)
+        for x, kept, used in zip(parts, route.kept, route.used, strict=True)
     ]
-    summed = keep(_by_way_of(summed, between), on_device(route.kept))
-    summed = [x.astype(like.dtype) for x, like in zip(summed, types, strict=True)]
-    return list(map(of_type, keep(summed, route.kept), types))
+    sums = keep(_by_way_of(parts, between), on_device(route.kept))
+    sums = [x.astype(like.dtype) for x, like in zip(sums, types, strict=True)]
+    return list(map(of_type, keep(sums, route.kept), types))
 
 
 def of_type(x: Any, like: Any) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -24,7 +24,8 @@ from .._placement import (
     sharding_of,
     show,
 )
-from .._tree import Arrays, Leaves, Outline, outlined, split
+from .._text import listed
+from .._tree import Arrays, Leaves, Outline, name_of, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
@@ -33,6 +34,7 @@ from .kernel_axes import LayerAxes
 from .offloading import checkpoint
 from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
+from .quantised import Scales, scales_of
 from .residuals import Residuals
 
 # The field that the classes made here add to those of the original.
@@ -113,6 +115,7 @@ def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
         "__reduce__": lambda layer: (_make, (cls, _split_fields(layer)[0])),
         "__copy__": lambda layer: _make(type(layer), layer.__dict__),
         "__deepcopy__": _deep_copy,
+        "notes_of_explain": _notes,
     }
     subclass: Any = type(cls)(cls.__name__, (_Unhooked, cls), namespace)
     # Equinox flattens by the fields that it has read now. All others read those of the original.
@@ -139,6 +142,23 @@ def _split_fields(layer: Any) -> tuple[dict[str, Any], LayerPlan]:
 def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
     fields, plan = _split_fields(layer)
     return _make(type(layer), {**copy.deepcopy(fields, memo), _PLAN: plan})
+
+
+def _notes(layer: Any) -> list[str]:
+    """Which weights are sent in 8 bits, and why others are not."""
+    _, plan = _split_fields(layer)
+    route, leaves = plan.route, split(layer)
+    if route.send_dtype is None:
+        return []
+    found = list(map(scales_of, leaves.arrays, route.kept, route.used))
+    names = [name_of(path) for path in leaves.paths]
+    sent = [name for name, how in zip(names, found, strict=True) if isinstance(how, Scales)]
+    others = [f"{name} ({how})" for name, how in zip(names, found, strict=True) if name not in sent]
+    return [
+        f"{type(layer).__qualname__} sends {listed(sent or ['nothing'], 8)} in {route.send_dtype}"
+        + f", and {listed(others, 8)} without rounding" * bool(others)
+        + ". In a scan or vmap weights have a dimension less"
+    ]
 
 
 def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +196,7 @@ def _called(
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
     if in_own_dtypes.value:
-        route = replace(route, dtype=None, reduce_dtype=None)
+        route = route.in_own_dtypes()
     inputs, outline = outlined((args, kwargs))
     context = LayerAxes.of(method, leaves, inputs, outline, route.used)
     call = _LayerCall(method, leaves, outline, context)

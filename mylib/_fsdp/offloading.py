@@ -8,23 +8,15 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxlib.version import __version__ as _VERSION
 
-# On GPUs a loop reads what it has offloaded in the wrong order: openxla/xla 46231. Not in 0.10.2,
-# and no longer in 0.12.0.
-WRONG_ON_GPUS = ("0.11.0",)
-
-
-def offloads_wrongly() -> bool:
-    """Whether loops of programs for GPUs read what they have offloaded in the wrong order."""
-    return _VERSION in WRONG_ON_GPUS
+from .._known_faults import OFFLOADED, VERSION
 
 
 def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
     """`jax.checkpoint`. Where offloading is wrong, gradients on GPUs are refused if the policy
     offloads.
     """
-    if policy is None or not offloads_wrongly():
+    if policy is None or not OFFLOADED.is_on("gpu"):
         return jax.checkpoint(run, policy=policy, **options)
     observed = _observed(policy)
 
@@ -75,9 +67,8 @@ def _lower_for_gpus(ctx: Any, x: Any, *, policy: _ObservedPolicy, moves: bool) -
     if moves and policy.offloads:
         raise RuntimeError(
             "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On GPUs "
-            f"XLA of jaxlib {_VERSION} reads those of a loop in the wrong order "
-            "(openxla/xla 46231), and gradients would be wrong. Use another version of jaxlib, or "
-            "a policy that doesn't offload"
+            f"{OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}, and gradients would be "
+            "wrong. Use another version of jaxlib, or a policy that doesn't offload"
         )
     return [x]
 

@@ -9,6 +9,7 @@ from .._advice import (
     about_arrivals,
     about_gathered,
     about_order,
+    about_pieces,
     about_replicated,
 )
 from .._tree import Outline
@@ -52,4 +53,5 @@ class Advise(Step):
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
             new = NewProgram(name, given, returned, names, call.outline.count, program)
-            self._advice.is_replicated_told = about_replicated(new) or about_gathered(new)
+            looks = about_replicated, about_gathered, about_pieces
+            self._advice.is_replicated_told = any(look(new) for look in looks)

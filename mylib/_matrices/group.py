@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .._placement import AnyMesh, axis_names
+from .._placement import AnyMesh, axis_names, in_own_dtypes
 from .matrices import MatrixDims
 
 
@@ -192,7 +192,8 @@ class MatrixGroup:
 
     def _sent(self, x: Any) -> Any:
         dtype = x.dtype
-        x = x if self.travels_as is None else x.astype(self.travels_as)
+        own = self.travels_as is None or in_own_dtypes.value
+        x = x if own else x.astype(self.travels_as)
         return lax.all_to_all(x, self.cut, 0, 0, tiled=True).astype(dtype)
 
     @property

@@ -19,6 +19,7 @@ from .._placement import (
     AnyMesh,
     current_world,
     grounded,
+    on_one_device,
     plan_in_force,
     planning_mesh,
     resolve_leaves,
@@ -46,6 +47,8 @@ class Request:
 
     def layout(self, params: Any) -> Layout | None:
         """None on one device: there the transform can do its work itself."""
+        if on_one_device.value:
+            return None
         leaves = split(params)
         if len(leaves.positions) != len(leaves.all):
             raise ValueError("by_matrix takes a tree of arrays: eqx.filter(model, eqx.is_array)")

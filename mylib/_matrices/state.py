@@ -53,7 +53,7 @@ class MatrixState:
             shared.append(tuple(on_mesh(group, x, x.shape, whole) for x in self.shared[old]))
         return MatrixState(tuple(stacks), tuple(shared), self.others, layout)
 
-    def notes(self) -> list[str]:
+    def notes_of_explain(self) -> list[str]:
         """What `mylib.explain` says below its table."""
         layout = self.layout
         return [note_on(layout.groups, layout.works)] if layout.groups else []
@@ -101,6 +101,8 @@ def from_plain(plain: State, like: State, /) -> State:
 def _rewritten(change: Callable[[MatrixState, Any], Any], tree: Any, values: Any) -> Any:
     is_node: Callable[[Any], bool] = lambda x: isinstance(x, MatrixState)  # noqa: E731
     nodes, structure = jtu.tree_flatten(tree, is_leaf=is_node)
+    if not any(map(is_node, nodes)):
+        return values
     parts = structure.flatten_up_to(values)
     changed = [
         change(node, x) if is_node(node) else x for node, x in zip(nodes, parts, strict=True)

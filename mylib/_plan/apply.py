@@ -105,6 +105,7 @@ class Applying:
     micro_batches: int
     dtype: Any
     saved: Spec | None
+    send_dtype: str | None
 
     def kept(self, model: str) -> Planned:
         """Where a model's weights are kept."""
@@ -138,7 +139,8 @@ class Applying:
 
     def shard(self, model: str, module: Any, mesh: Mesh) -> Any:
         kept, used = self.kept(model), self.used_in(model)
-        return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy, self.saved)
+        options = self.dtype, self.policy, self.saved, self.send_dtype
+        return sharded(module, self.layers, kept, used, mesh, *options)
 
 
 class PlannedFunction:

@@ -114,13 +114,14 @@ def priced(
     room: float,
     axes: dict[str, int] | None = None,
     fixed: FixedParts = _NOT_FIXED,
+    send_dtypes: Sequence[str] = (),
 ) -> list[LiveCandidate]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
     cheapest: dict[str, LiveCandidate] = {}
-    for strategy in strategies(traced, machine, axes, fixed):
+    for strategy in strategies(traced, machine, axes, fixed, send_dtypes):
         if isinstance(strategy, Impossible):
             cheapest[strategy.name] = LiveCandidate(
                 strategy.name, why=strategy.why, rows=strategy.rows
@@ -141,14 +142,17 @@ def too_much(needed: float, room: float, by: str) -> str:
 
 
 def ordered(tried: Sequence[LiveCandidate]) -> list[LiveCandidate]:
-    """The fastest first. Ties go to fewer axes, then to whole weights, and then to less memory."""
+    """The fastest first. Ties go to fewer axes, then to whole weights, then to weights that are not
+    rounded, and then to less memory.
+    """
     best = min(tried, key=lambda x: x.seconds, default=None)
 
     def key(x: LiveCandidate) -> tuple[Any, ...]:
         assert x.strategy is not None and best is not None
         if not is_tie(x, best):
             return 1, x.seconds, x.name
-        return 0, len(x.strategy.axes), x.strategy.is_sharded, x.seconds, x.memory, x.name
+        simple = len(x.strategy.axes), x.strategy.is_sharded, x.strategy.sent is not None
+        return 0, *simple, x.seconds, x.memory, x.name
 
     return sorted(tried, key=key)
 
@@ -163,8 +167,8 @@ def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate
     for x in tried:
         assert x.strategy is not None
         strategy = x.strategy
-        kind = strategy.axes, strategy.is_sharded, strategy.policy, strategy.micro_batches
-        by_kind.setdefault(kind, x)
+        kind = strategy.axes, strategy.is_sharded, strategy.policy
+        by_kind.setdefault((*kind, strategy.micro_batches, strategy.sent), x)
     return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
@@ -263,6 +267,7 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         micro_batches=step.micro_batches,
         dtype=dtype,
         saved=strategy.saved,
+        send_dtype=strategy.sent,
     )
 
 

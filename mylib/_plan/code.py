@@ -110,6 +110,7 @@ def _of_model(
     name = called if called.isidentifier() else "model"
     texts = [name, classes, kept, used, "mesh=mesh"]
     texts += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
+    texts += [f"send_dtype=jnp.{applying.send_dtype}"] if applying.send_dtype else []
     texts += [f"policy={policy}"] if policy else []
     texts += [f"saved={spec_text(applying.saved)}"] if applying.saved else []
     call = f"    return mylib.fully_shard({', '.join(texts)})"

@@ -5,13 +5,14 @@ import numbers
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jaxlib
+import jax.numpy as jnp
 
-from .._fsdp import offloads_wrongly
+from .._fsdp import IN_8_BITS
+from .._known_faults import OFFLOADED, VERSION
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -51,6 +52,7 @@ def plan(
     used: Any = None,
     memory: float | None = None,
     dtype: Any = None,
+    send_dtypes: Sequence[Any] = (),
     policies: Sequence[str] = ("full", "dots", "all"),
     micro_batches: Sequence[int] = (),
     compile: int = 8,
@@ -85,6 +87,8 @@ def plan(
         for axes that not every mesh has.
     - `memory`: the bytes that the step may use on each device; by default the machine's.
     - `dtype`: the dtype that layers compute in, as for `fully_shard`.
+    - `send_dtypes`: dtypes in 8 bits that the plan may send weights in, as `send_dtype` of
+        `fully_shard`, besides `dtype`; by default none, as that changes numbers.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
         batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
     - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
@@ -128,6 +132,7 @@ def plan(
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    sent = _names(send_dtypes)
     _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
@@ -141,15 +146,17 @@ def plan(
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
     traced = trace(step, policies[0], classes, dtype)
-    options = room, dtype, tuple(policies), tuple(micro_batches), compile, budget, measure
+    limits = compile, budget, measure
+    options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
     cached = CachedPlan(traced, target, fixed, sizes, options)
     saved = cached.read()
     if saved is not None:
-        return saved
+        made = next(x for x in steps if x.micro_batches == saved.micro_batches)
+        return replace(saved, _planned=made)
     others = [(x, policy) for x in steps for policy in policies][1:]
-    tried = priced(traced, rated, room, sizes, fixed)
+    tried = priced(traced, rated, room, sizes, fixed, sent)
     for x, policy in others:
-        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed)
+        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)
@@ -191,11 +198,19 @@ def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str,
         )
 
 
+def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
+    dtypes = tuple(map(jnp.dtype, send_dtypes))
+    if not set(dtypes) <= set(IN_8_BITS):
+        some = ", ".join(x.name for x in IN_8_BITS)
+        raise ValueError(f"plan: send_dtypes={send_dtypes!r}: write some of {some}")
+    return tuple(x.name for x in dtypes)
+
+
 def _check_offloading(policies: Sequence[str], target: Machine) -> None:
-    if "offload" in policies and target.chip.platform == "gpu" and offloads_wrongly():
+    if "offload" in policies and OFFLOADED.is_on(target.chip.platform):
         raise PlanError(
-            f"policies: XLA for GPUs of jaxlib {jaxlib.__version__} reads what loops have "
-            "offloaded in the wrong order (openxla/xla 46231): leave it out, or use another version"
+            f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
+            "'offload' out, or use another version"
         )
 
 
@@ -399,6 +414,7 @@ def plan_of(
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
         audit=best.report,
+        _planned=best.traced.step,
     )
 
 

@@ -18,6 +18,7 @@ from .._audit import Message, seconds, speeds
 from .._dims import Event, Nodes, Sum, bytes_of
 from ..machines import Machine
 from .fixes import MODEL, axes_of
+from .layers import weights_of
 from .lifetimes import Live, lives_of
 from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
 from .optimisers import matrix_products
@@ -101,7 +102,7 @@ class Prices:
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
         # Small weights are whole, as `rules.fsdp` has it, so they are not gathered.
-        self.moves = _Events([x for x in program.moves if x.amount >= _SMALL_BYTES], groups_of)
+        self.moves = _Events(_moves(traced), groups_of)
         self.whole = _Events(program.whole, groups_of)
         self.offloads = _Events(program.offloads, groups_of)
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
@@ -130,6 +131,10 @@ class Prices:
         _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
         self.starts, self.stops = moments.reshape(-1, 2).T
 
+    @cached_property
+    def moves_in_8_bits(self) -> Any:
+        return _in_8_bits(self.traced)
+
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
 
@@ -147,6 +152,30 @@ class Prices:
             message = Message(kind, axes, wire, 1)
             self._links[key] = seconds(message, sizes, self.machine)[0]
         return self._links[key]
+
+
+def _moves(traced: TracedStep) -> list[Event]:
+    return [x for x in traced.program.moves if x.amount >= _SMALL_BYTES]
+
+
+def _in_8_bits(traced: TracedStep) -> Any:
+    """The bytes of weights that are sent in 8 bits, as `fully_shard` does: matrices of layers, or
+    slices of those of stacked layers. Without their scales, which are few.
+    """
+    inside = {
+        path + in_model
+        for path, role in traced.models.items()
+        for weights in weights_of(role.module, traced.layers or (type(role.module),))
+        for in_model in weights
+    }
+    sizes: dict[tuple[int, ...], int] = {}
+    for leaf in traced.leaves:
+        first = int(traced.is_iterated(leaf))
+        if leaf.path in inside and len(leaf.groups) - first > 1:
+            sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
+    group = traced.program.dims.group
+    each = [sizes.get(tuple(map(group, x.dims)), x.amount) for x in _moves(traced)]
+    return np.array(each, float)
 
 
 def _dtypes(traced: TracedStep) -> set[str]:
@@ -381,7 +410,8 @@ class _Pricing:
 
     def gathers(self) -> Any:
         moves, took = self.prices.moves, self.nothing()
-        nbytes = moves.amounts / self.splits(moves.dims)
+        amounts = moves.amounts if self.strategy.sent is None else self.prices.moves_in_8_bits
+        nbytes = amounts / self.splits(moves.dims)
         for axes, which in self.kept_over(moves.dims).items():
             gathered = np.broadcast_to(which, nbytes.shape)
             took += self.send("all-gather", axes, nbytes[gathered], moves.places[gathered])

@@ -9,20 +9,24 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
+from .._meshes import make_mesh
 from .._placement import no_mesh, plan_in_force
 from .._text import listed, show_bytes, table
+from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of, spec_text
 from .fixes import Spec
+from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
-from .trace import PlanError
+from .trace import PlanError, PlannedStep
 
 _SHOWN = 6
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
@@ -127,6 +131,8 @@ class Plan:
     stacked: tuple[str, ...]
     applying: Applying = field(repr=False)
     audit: Report | None = None
+    # None if the plan was read from text.
+    _planned: PlannedStep | None = field(default=None, repr=False)
 
     @property
     def policy(self) -> str:
@@ -207,6 +213,39 @@ class Plan:
         Calls raise [`mylib.PlanError`][] for arguments that the plan wasn't made for.
         """
         return PlannedFunction(fun, self.applying, self._mesh, donate)
+
+    def verify(self, *args: Any, high: int | None = None, seed: int = 0) -> Verified:
+        """Runs the step under the plan and on one device, and compares all results: it is
+        [`mylib.testing.verify`][] of `jit(step)`. If the machine isn't here, it takes as many of
+        the devices that are here; simulated ones will do.
+
+        **Arguments:**
+
+        - `args`: the step's arguments; by default random ones of the shapes that were planned,
+            which take as much memory as the step does.
+        - `high`, `seed`: as for [`mylib.testing.verify`][].
+
+        **Returns:**
+
+        A [`mylib.testing.Verified`][]: what was compared.
+
+        **Raises:**
+
+        [`mylib.testing.VerifyError`][] if a result differs by more than rounding explains.
+        [`mylib.PlanError`][] if the plan was read from text, which doesn't have the step.
+        """
+        planned = self._planned
+        if planned is None:
+            raise PlanError(
+                "this plan was read from text, and doesn't have the step: write "
+                "mylib.testing.verify(plan.jit(step), ...) with the step's arguments"
+            )
+        mesh = self._mesh
+        if not self.machine.is_here:
+            mesh = make_mesh(devices=jax.devices()[: self.machine.count], **self.axes)
+        fun = PlannedFunction(planned.fun, self.applying, mesh)
+        args = args or laid_out(planned.args, self.applying.of_matrices.spec_at, mesh)
+        return verify(fun, *args, high=high, seed=seed)
 
     @no_mesh()
     def make(
@@ -326,6 +365,7 @@ class Plan:
                 "micro_batches",
                 "saved",
                 "dtype",
+                "send_dtype",
                 "layers",
                 "memory",
             )
@@ -353,7 +393,7 @@ class Plan:
     def as_text(self) -> str:
         """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
         contents = {**vars(self.applying), **vars(self)}
-        for name in ("applying", "audit", "mesh", "_mesh"):
+        for name in ("applying", "audit", "mesh", "_mesh", "_planned"):
             contents.pop(name, None)
         contents |= {
             "machine": _as_data(self.machine),
@@ -381,7 +421,8 @@ class Plan:
         A [`mylib.Plan`][], equal to the one that was saved if its machine is the same.
         """
         contents = _frozen(json.loads(text))
-        needed = {x.name for x in (*fields(Applying), *fields(cls))} - {"applying", "audit"}
+        needed = {x.name for x in (*fields(Applying), *fields(cls))}
+        needed -= {"applying", "audit", "_planned"}
         if not isinstance(contents, dict) or not needed <= {*contents}:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from .._known_faults import GROUPED
 from .._placement import trimmed
 from .._text import listed
 from ..machines import Machine
@@ -24,6 +25,7 @@ class Strategy:
     - `policy`: what layers save: a name in `POLICIES`.
     - `micro_batches`: into how many the step cuts its batch.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
     """
 
@@ -33,6 +35,7 @@ class Strategy:
     policy: str = "full"
     micro_batches: int = 1
     saved: Spec | None = None
+    sent: str | None = None
     fixes: Fixes = Fixes({}, {})
 
     @property
@@ -63,6 +66,8 @@ class Strategy:
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
+        if self.sent is not None:
+            name += f", sends {self.sent}"
         name += "" if self.policy == "full" else f", saves {self.policy}"
         return name if self.micro_batches == 1 else f"{name}, {self.micro_batches} micro-batches"
 
@@ -77,7 +82,11 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    fixed: FixedParts,
+    send_dtypes: Sequence[str] = (),
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
@@ -90,8 +99,8 @@ def strategies(
             yield Impossible(strategy.name, why, rows)
             continue
         grouped = _wrongly_summed(strategy, traced)
-        if grouped:
-            yield Impossible(strategy.name, _GROUPED + grouped)
+        if grouped and GROUPED.is_on(machine.chip.platform):
+            yield Impossible(strategy.name, f"{GROUPED.what}: {grouped}")
             continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
@@ -99,7 +108,8 @@ def strategies(
         except ContradictionError as error:
             yield Impossible(strategy.name, str(error))
             continue
-        for candidate in on_mesh:
+        sent = (None, *(send_dtypes if is_sharded else ()))
+        for candidate in [replace(x, sent=dtype) for x in on_mesh for dtype in sent]:
             yield candidate
             saved = traced.input and traced.input.spec(
                 _entry(candidate.rows), MODEL, candidate.sizes.get(MODEL, 1)
@@ -162,12 +172,6 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
 # Try at most this many sets of groups for the axis "model", those with most bytes first. A guess;
 # benchmarks/plan_search.py compares the plan with the best of these, not with other sets.
 _SETS = 4
-# So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions". XLA has no
-# public issue about it; tests/plan/test_planning.py fails once it is fixed, and then this may go.
-_GROUPED = (
-    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, if its "
-    "rows are not split over all devices: "
-)
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit. It is a guess, twice
 # the largest that MaxText publishes.
 WIDEST = 32

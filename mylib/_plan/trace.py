@@ -515,12 +515,21 @@ def sharded(
     dtype: Any,
     policy: str,
     saved: tuple[Any, ...] | None = None,
+    send_dtype: str | None = None,
 ) -> Any:
     """The model of `fully_shard`. A model without layers of these classes is one layer."""
     which: Any = layers_in(model, layers) or (lambda x, path: not path)
     spec = None if saved is None else PartitionSpec(*saved)
     return fully_shard(
-        model, which, kept, used, mesh=mesh, dtype=dtype, policy=POLICIES[policy][1], saved=spec
+        model,
+        which,
+        kept,
+        used,
+        mesh=mesh,
+        dtype=dtype,
+        policy=POLICIES[policy][1],
+        saved=spec,
+        send_dtype=send_dtype,
     )
 
 

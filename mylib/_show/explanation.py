@@ -48,9 +48,11 @@ class PlanOfArguments(Protocol):
 
 @runtime_checkable
 class Noted(Protocol):
-    """A node that has something to say of itself: a state of `mylib.by_matrix`."""
+    """A node that has something to say of itself: a state of `mylib.by_matrix`, and a layer of
+    `mylib.fully_shard` that sends its weights in 8 bits.
+    """
 
-    def notes(self) -> list[str]: ...
+    def notes_of_explain(self) -> list[str]: ...
 
 
 def explain(
@@ -119,7 +121,7 @@ def explain(
 def _notes_in(tree: Any) -> tuple[str, ...]:
     is_noted: Callable[[Any], bool] = lambda x: isinstance(x, Noted)  # noqa: E731
     nodes = filter(is_noted, jtu.tree_leaves(tree, is_leaf=is_noted))
-    return tuple(text for node in nodes for text in node.notes())
+    return tuple(dict.fromkeys(text for node in nodes for text in node.notes_of_explain()))
 
 
 def _reason(entry: Any, leaf: Leaf) -> str:
@@ -149,7 +151,8 @@ class Explanation(Shown, Rows):
         abstract mesh are numbered.
     - `most_loaded`: the device that would hold the most bytes, and their number; None if no device
         would hold any.
-    - `notes`: what a state of [`mylib.by_matrix`][] says: how evenly its matrices are given out.
+    - `notes`: what a state of [`mylib.by_matrix`][] says: how evenly its matrices are given out;
+        and layers of [`mylib.fully_shard`][]: which weights are sent in `send_dtype`.
     - `replicated`: the rows of large leaves (1 MiB or more) that every device would hold whole.
     """
 

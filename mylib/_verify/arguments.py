@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._matrices import MatrixState, from_plain, to_plain
 from .._tree import is_of_keys, name_of
 
 
@@ -16,9 +17,7 @@ def filled(args: Any, high: int | None, seed: int) -> Any:
     """The arguments, with random values in place of `jax.ShapeDtypeStruct`s."""
     nodes, treedef = jtu.tree_flatten_with_path(args)
     states = [
-        path
-        for path, x in jtu.tree_flatten_with_path(args, is_leaf=_is_named_tuple)[0]
-        if _is_named_tuple(x)
+        path for path, x in jtu.tree_flatten_with_path(args, is_leaf=_is_state)[0] if _is_state(x)
     ]
     faults: list[str] = []
     keys = jax.random.split(jax.random.key(seed), max(len(nodes), 1))
@@ -31,7 +30,9 @@ def filled(args: Any, high: int | None, seed: int) -> Any:
             f"verify: give high=, below which random integers are drawn, for {', '.join(faults)}; "
             "or pass arrays"
         )
-    return jtu.tree_unflatten(treedef, values)
+    drawn = jtu.tree_unflatten(treedef, values)
+    # What the parts of a state of `by_matrix` share is equal in all of them.
+    return from_plain(to_plain(drawn), drawn)
 
 
 def _value(
@@ -56,8 +57,9 @@ def _value(
     return value if x.sharding is None else jax.device_put(value, x.sharding)
 
 
-def _is_named_tuple(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields")
+def _is_state(x: Any) -> bool:
+    """Whether it is of an optimiser."""
+    return isinstance(x, MatrixState) or (isinstance(x, tuple) and hasattr(x, "_fields"))
 
 
 def widened(x: jax.Array) -> jax.Array:
@@ -83,4 +85,15 @@ def whole(x: Any) -> Any:
     if not is_of_keys(x):
         return multihost_utils.process_allgather(x, tiled=True)
     data = multihost_utils.process_allgather(jax.random.key_data(x), tiled=True)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def alone(x: jax.Array, device: jax.Device) -> jax.Array:
+    """A copy of all of an array, on one device. Its type has no mesh: `jax.device_put` alone would
+    keep that.
+    """
+    x = whole(x)
+    if not is_of_keys(x):
+        return jax.device_put(np.asarray(x), device)
+    data = jax.device_put(np.asarray(jax.random.key_data(x)), device)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -12,7 +12,16 @@ from jax.extend import source_info_util
 
 from .._compat import names
 from .._lines import is_of_user
-from .._programs import at_shardings, bind_as, interpret, jaxprs_in, line_of, scan_of, scanned
+from .._programs import (
+    all_equations,
+    at_shardings,
+    bind_as,
+    interpret,
+    jaxprs_in,
+    line_of,
+    scan_of,
+    scanned,
+)
 from .._text import listed
 
 # Compare at most this many values in one run, and run programs at most this many times.
@@ -86,7 +95,7 @@ class _Values:
         stack = f"{source_info_util.current_name_stack()}"
         phase = "backward pass" if "transpose(" in stack else ""
         shape = () if x is None else tuple(x.shape)
-        line, primitive = line_of(eqn), eqn.primitive.name
+        line, primitive = _line_of(eqn), eqn.primitive.name
         key = line, primitive, phase, shape
         self.counts[key] += 1
         return Spot(self.loops, line, primitive, phase, shape, self.counts[key])
@@ -94,6 +103,17 @@ class _Values:
     def _note(self, place: Spot, x: Any) -> None:
         if self.wanted is None or place in self.wanted:
             self.found[place] = x
+
+
+def _line_of(eqn: Any) -> str:
+    """The user's line. Of a `shard_map` it is the first one inside, as JAX doesn't know its own."""
+    inside = jaxprs_in(eqn) if eqn.primitive.name == names.SHARD_MAP else ()
+    lines = (line_of(x) for program in inside for x in all_equations(program))
+    return next(filter(_is_of_user, lines), line_of(eqn))
+
+
+def _is_of_user(line: str) -> bool:
+    return is_of_user(line.rpartition(":")[0])
 
 
 # Calls whose equations are compared one by one. Of others, such as `shard_map`, only the results
@@ -180,8 +200,6 @@ def first_difference(
             break
     end = len(mine) if found is None else mine.index(found[0])
     alone = [x.line for x in mine[:end] if x not in theirs and x.primitive not in _PLACING]
-    # JAX doesn't always know the user's line, as of a `shard_map`.
-    users = [line for line in reversed(alone) if is_of_user(line.rpartition(":")[0])]
-    lines = tuple(dict.fromkeys(users))[:_ALONE]
+    lines = tuple(dict.fromkeys(filter(_is_of_user, reversed(alone))))[:_ALONE]
     place, text = found or (None, "")
     return FirstDifference(place, text, lines)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,20 @@ import numpy as np
 from .._compat import names
 from .._errors import ReplicaError, in_words, listed
 from .._jit import filter_jit
+from .._known_faults import known_faults_in
+from .._matrices import to_plain
 from .._placement import in_own_dtypes, no_mesh, on_one_device
 from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
 from .._tree import Outline, is_array, is_of_keys, outlined
-from .arguments import filled, perturbed, whole, widened
+from .arguments import alone, filled, perturbed, whole, widened
 from .judge import Compared, coarsest, compare, largest_difference, largest_of
 from .lines import Runnable, first_difference
 
-# How often the reference is run with perturbed arguments, to see what rounding does.
-_SHAKEN = 2
+# How often the reference is run with perturbed arguments, to see what rounding does; and how often
+# again, if a result differs by more. The sign of a gradient near zero may be the same in a few.
+_SHAKEN = 2, 14
 
 
 class VerifyError(AssertionError):
@@ -48,7 +51,9 @@ class Verified:
     - `own`: the results in the step's own dtypes.
     - `replicas`: copies that differ; empty if none do.
     - `line`: the first line whose values differ, and by how much; empty if that is unknown.
+    - `known`: faults of compilers that are known, and that the step may have met.
     - `differs`: whether any result differs by more than rounding explains, or any copies differ.
+    - `wrong`: the results that differ.
     """
 
     name: str
@@ -57,10 +62,15 @@ class Verified:
     replicas: str = ""
     line: str = ""
     why: str = ""
+    known: tuple[str, ...] = ()
 
     @property
     def differs(self) -> bool:
-        return bool(self.replicas) or any(x.differs for x in (*(self.wide or ()), *self.own))
+        return bool(self.replicas or self.wrong)
+
+    @property
+    def wrong(self) -> list[Compared]:
+        return [x for x in (*(self.wide or ()), *self.own) if x.differs]
 
     def __str__(self) -> str:
         rows = [("in float64", self.wide or ()), ("in its own dtypes", self.own)]
@@ -79,11 +89,15 @@ class Verified:
             if wrong:
                 lines += listed({(): wrong}, f"{len(compared)} results in all, {how}")
         lines += [f"  {x}" for x in (self.replicas, self.line) if x]
+        lines += [f"  a known fault: {x}" for x in self.known]
         return "\n".join(lines) + self._unseen
 
     @property
     def _unseen(self) -> str:
-        return f"\n(not compared in float64: {self.why})" if self.why else ""
+        odd = [x.name for x in self.own if not x.is_finite]
+        lines = [f"(not compared in float64: {self.why})"] if self.why else []
+        lines += [f"(NaN or infinite on one device, too: {some(odd)})"] if odd else []
+        return "".join(f"\n{line}" for line in lines)
 
 
 def verify(
@@ -114,8 +128,8 @@ def verify(
     - `high`: random integers are below it, such as the size of a vocabulary.
     - `seed`: of the random numbers.
 
-    In float64 the arguments are float64, and `dtype=` and `reduce_dtype=` of `fully_shard` are
-    ignored; casts in the step stay.
+    In float64 the arguments are float64, and `dtype=`, `reduce_dtype=` and `send_dtype=` of
+    `fully_shard` are ignored; casts in the step stay.
 
     If there are several processes, all of them must call it.
 
@@ -156,12 +170,12 @@ def verify(
         if any(x.differs for x in wide):
             traced = traced_wide
     replicas = runs.differing_replicas()
-    differ = any(x.differs for x in (*(wide or ()), *own))
-    line = traced.first_line() if differ else ""
-    report = Verified(runs.name, wide, own, replicas, line, why)
-    if report.differs:
-        raise VerifyError(report)
-    return report
+    report = Verified(runs.name, wide, own, replicas, why=why)
+    if not report.differs:
+        return report
+    line = traced.first_line() if report.wrong else ""
+    known = tuple(known_faults_in(traced.placed.program, jax.default_backend()))
+    raise VerifyError(replace(report, line=line, known=known))
 
 
 class _Flat:
@@ -174,7 +188,7 @@ class _Flat:
         self.names: list[str] = []
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        result = self._fun(*self._outline.fill(arrays))
+        result = to_plain(self._fun(*self._outline.fill(arrays)))
         leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
         self.names = [jtu.keystr(path) or "the result" for path, _ in leaves]
         return [x for _, x in leaves]
@@ -182,10 +196,13 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _BothTraced:
-    """The step's program, and the reference's; `eps` is of the least exact type in them."""
+    """The step's program, and the reference's, which `run` runs; `eps` is of the least exact type
+    in them.
+    """
 
     placed: Runnable
     alone: Runnable
+    run: Callable[..., Any]
     wide: bool
     eps: float
 
@@ -202,6 +219,7 @@ class _Runs:
     """Runs of a step and of its reference."""
 
     def __init__(self, step: Any, reference: Any, args: Any):
+        # A state of `by_matrix` depends on the devices. On one it is the transform's own.
         arrays, outline = outlined(args)
         # What compiles a step can also lower it. Other wrappers are a part of the step.
         is_compiled = hasattr(step, "lower")
@@ -209,17 +227,17 @@ class _Runs:
         self._own = reference is None
         self._step = _Flat(step if is_compiled else filter_jit(step), outline)
         written = step.__wrapped__ if is_compiled else step
-        self._alone = _Flat(written if self._own else reference, outline)
-        self._arrays = list(map(jnp.copy, arrays))
+        self._alone = _Flat(written if self._own else reference, outlined(to_plain(args))[1])
+        self._arrays, self._outline = list(map(jnp.copy, arrays)), outline
         self._results: list[Any] = []
 
     def traced(self, wide: bool) -> _BothTraced:
-        alone = self._traced_alone(wide)
+        alone, run = self._traced_alone(wide)
         with _as_is(wide):
             args = self._placed(wide)
             placed = Runnable(jax.make_jaxpr(self._step)(args), args, partial(_as_is, wide))
         eps = max(coarsest(alone.program), coarsest(placed.program))
-        return _BothTraced(placed, alone, wide, eps)
+        return _BothTraced(placed, alone, run, wide, eps)
 
     def judged(self, traced: _BothTraced) -> tuple[Compared, ...]:
         """The results compared."""
@@ -230,16 +248,21 @@ class _Runs:
             got = list(map(_read, self._results))
         names = list(self._step.names)
         random = np.random.default_rng(0)
+        compared: list[Compared] = []
         with _one_device(wide):
-            run = jax.jit(self._alone)
-            others = [[perturbed(x, eps, random) for x in args] for _ in range(_SHAKEN)]
-            wanted, *shaken = [list(map(_read, run(xs))) for xs in (args, *others)]
-        if self._alone.names != names:
-            raise TypeError(
-                f"verify: the step returns {', '.join(names)}; its reference returns "
-                f"{', '.join(self._alone.names)}"
-            )
-        return tuple(compare(names, got, wanted, shaken, eps))
+            wanted, shaken = list(map(_read, traced.run(args))), []
+            if self._alone.names != names:
+                raise TypeError(
+                    f"verify: the step returns {', '.join(names)}; its reference returns "
+                    f"{', '.join(self._alone.names)}"
+                )
+            for count in _SHAKEN:
+                others = [[perturbed(x, eps, random) for x in args] for _ in range(count)]
+                shaken += [list(map(_read, traced.run(xs))) for xs in others]
+                compared = compare(names, got, wanted, shaken, eps)
+                if not any(x.differs for x in compared):
+                    break
+        return tuple(compared)
 
     def differing_replicas(self) -> str:
         """In the latest run."""
@@ -252,19 +275,22 @@ class _Runs:
     def _placed(self, wide: bool) -> list[Any]:
         return list(map(widened if wide else jnp.copy, self._arrays))
 
-    def _traced_alone(self, wide: bool) -> Runnable:
+    def _traced_alone(self, wide: bool) -> tuple[Runnable, Callable[..., Any]]:
+        with _as_is(wide):
+            plain = outlined(to_plain(self._outline.fill(self._placed(wide))))[0]
         with _one_device(wide):
             device = jax.local_devices()[0]
-            args = [jax.device_put(whole(x), device) for x in self._placed(wide)]
+            args = [alone(x, device) for x in plain]
             try:
-                program = jax.make_jaxpr(self._alone)(args)
+                traced = jax.jit(self._alone).trace(args)
             except Exception as error:
                 if self._own:
                     error.add_note(_NEEDS_REFERENCE)
                 raise
-        if self._own:
-            _refuse_placed(program)
-        return Runnable(program, args, partial(_one_device, wide))
+            if self._own:
+                _refuse_placed(traced.jaxpr)
+            run = traced.lower().compile()
+        return Runnable(traced.jaxpr, args, partial(_one_device, wide)), run
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from stacks import (
 import mylib
 from mylib import PlacementError, filter_checkpoint, filter_shard, recompute_resharded
 from mylib._compat import opened
+from mylib._known_faults import OFFLOADED
 from mylib._programs import all_jaxprs, jaxprs_in
 
 SIZE = Size(width=128, hidden=512, heads=4, depth=3, batch=16, time=16)
@@ -756,7 +757,8 @@ class TestOffloadingIsWrong:
 
     @pytest.fixture(autouse=True)
     def wrong_version(self, monkeypatch):
-        monkeypatch.setattr("mylib._fsdp.offloading.WRONG_ON_GPUS", (metadata.version("jaxlib"),))
+        here = replace(OFFLOADED, versions=(metadata.version("jaxlib"),))
+        monkeypatch.setattr("mylib._fsdp.offloading.OFFLOADED", here)
 
     @staticmethod
     def lowered(fun, platform, policy):

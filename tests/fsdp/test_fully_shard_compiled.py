@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 import mylib
-from mylib.rules import fsdp
+from mylib.rules import by_axes, fsdp, replicated
 
 DEPTH, WIDTH, HIDDEN, ROWS = 6, 1024, 4096, 1024
 LAYER = 2 * 2 * WIDTH * HIDDEN  # the bytes of a layer's weights, in bf16
@@ -85,6 +85,64 @@ def test_one_layer_at_a_time(machine, stacked, case):
     parts = DEPTH * LAYER / 16 if dtype is not None else 0  # the parts in the other dtype
     temporaries = program.memory_analysis().temp_size_in_bytes
     assert temporaries < activations + 5 * LAYER + 2 * parts
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
+@pytest.mark.parametrize("send", ["float8_e4m3fn", "int8"])
+@pytest.mark.everyday(
+    "h100 x 16-float8_e4m3fn-list",
+    "h100 x 16-int8-scan",
+    "v5e 4x4-float8_e4m3fn-scan",
+    rest="thorough",
+)
+def test_weights_in_8_bits(machine, send, stacked):
+    """With tensor parallelism, over whose axis nothing more is sent."""
+    mesh = machine.mesh(data=4, model=4)
+    used = by_axes({"mlp": "model"}) | replicated()
+    kept = used & KEPT
+    model = mylib.filter_shard(weights(mesh, stacked, jnp.float32), kept, mesh=mesh)
+    x = jax.ShapeDtypeStruct(
+        (ROWS * 4, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
+    )
+
+    def loss(model, x):
+        options = {"mesh": mesh, "dtype": jnp.bfloat16, "send_dtype": jnp.dtype(send)}
+        model = mylib.fully_shard(model, Layer, kept, used, **options)
+        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+    program = mylib.filter_jit(jax.grad(loss), out_shardings=kept, mesh=mesh)
+    report = mylib.audit(program, model, x)
+    # In bfloat16, twice in a step.
+    gathered = 2 * DEPTH * LAYER / 4 * 3 / 4
+    assert 0.5 * gathered <= report.wire_bytes("all-gather", "data") <= 0.52 * gathered
+    assert report.bytes("all-gather", "model") == 0
+    report.expect(mylib.contracts.two_d("data", "model"))
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+@pytest.mark.everyday("h100 x 16", rest="thorough")
+def test_accumulated(machine):
+    """Each weight is gathered once, and each gradient summed once, in float32."""
+    mesh = machine.mesh(data=-1)
+    model = weights(mesh, True, jnp.float32)
+    x = jax.ShapeDtypeStruct(
+        (ROWS * 16, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
+    )
+
+    def loss(model, x):
+        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+    def step(model, x):
+        options = {"mesh": mesh, "dtype": jnp.bfloat16, "pieces": 4}
+        return mylib.accumulate(loss, model, x, KEPT, **options)[1]
+
+    report = mylib.audit(mylib.filter_jit(step, out_shardings=KEPT, mesh=mesh), model, x)
+    once = DEPTH * LAYER * 15 / 16
+    assert report.wire_bytes("all-gather") <= 1.01 * once
+    assert report.wire_bytes() <= (3.01 if machine.chip.platform == "gpu" else 5.01) * once
 
 
 @pytest.mark.compilers

@@ -651,6 +651,22 @@ def test_machines_that_are_not_here(machine, count):
     assert hosts == (plan.machine.chip.platform == "gpu")
 
 
+def test_weights_are_sent_in_8_bits_only_if_asked():
+    options = {"machine": "h100 x 16", "axes": {"data": 16}, "dtype": jnp.bfloat16}
+    plan = modelled(STEP, *MLP, send_dtypes=["int8"], **options)
+    candidates = {x.name: x for x in (plan.chosen, *plan.others)}
+    plain, sent = candidates["FSDP 16"], candidates["FSDP 16, sends int8"]
+    gathers = "gathers of weights"
+    assert 0.5 <= sent.parts.pop(gathers) / plain.parts.pop(gathers) < 1
+    assert sent.parts == plain.parts and not any("sends" in x for x in {*candidates} - {sent.name})
+    assert modelled(STEP, *MLP, **options).diff(plan) == ""
+    chosen = replace(plan, applying=replace(plan.applying, send_dtype="int8"))
+    assert mylib.Plan.of(chosen.as_text()) == chosen and "send_dtype=jnp.int8" in chosen.code()
+    assert plan.diff(chosen) == "send_dtype: None -> int8"
+    with pytest.raises(ValueError, match="send_dtypes"):
+        modelled(STEP, *MLP, send_dtypes=["bfloat16"], **options)
+
+
 @pytest.mark.parametrize("which", ["one", "all"])
 def test_what_the_audit_cannot_read_is_unknown(monkeypatch, which):
     """A candidate with an opcode that isn't known stays, without figures."""

@@ -5,11 +5,19 @@
 A step is traced and its program is run again with one equation's result computed as a wrong
 compiler would: a sum over devices dropped, doubled or made in the wrong groups, a part that is the
 neighbour's, a slice in place of a part, a permutation reversed or with a pair missing, a loop that
-runs backwards.
+runs backwards. Or a step that is written per device has a wrong `in_specs`, or gives a kernel
+that needs all rows each device's own, as `opaque` allows.
 """
 
+import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    # 8 simulated devices, as in the tests.
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import conftest  # noqa: F401
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +26,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._programs import bind_as, interpret, line_of
+from mylib._programs import all_equations, bind_as, interpret, line_of
 from mylib.testing import VerifyError, verify
 
 N = 8
-KINDS = "dropped doubled misgrouped neighbour slice reversed missing backwards".split()
+KINDS = "dropped doubled misgrouped neighbour slice reversed missing backwards specs opaque".split()
 
 
 def mlp(weights, x, y):
@@ -50,17 +58,19 @@ def recurrent(weights, x, y):
     return jnp.mean((out - y) ** 2) + jnp.mean(sums * jnp.arange(sums.size))
 
 
+def drawn(random, *shapes):
+    return [jnp.asarray(random.normal(size=shape) / 3, jnp.float32) for shape in shapes]
+
+
 def arguments(fun, seed):
     random = np.random.default_rng(seed)
-
-    def draw(*shape):
-        return jnp.asarray(random.normal(size=shape) / 3, jnp.float32)
-
     if fun is mlp:
-        return (draw(16, 32), draw(32, 8), draw(32)), draw(32, 16), draw(32, 8)
-    if fun is attention:
-        return (draw(16, 16), draw(16, 16)), draw(16, 8, 16), draw(16, 8, 16)
-    return draw(8, 16, 16), draw(32, 16), draw(32, 16)
+        *weights, x, y = drawn(random, (16, 32), (32, 8), (32,), (32, 16), (32, 8))
+    elif fun is attention:
+        *weights, x, y = drawn(random, (16, 16), (16, 16), (16, 8, 16), (16, 8, 16))
+    else:
+        weights, x, y = drawn(random, (8, 16, 16), (32, 16), (32, 16))
+    return weights, x, y
 
 
 def step_of(fun):
@@ -136,7 +146,7 @@ def _can(kind, eqn):
 
 
 def faulty(step, args, fault, mesh):
-    """The step with the fault, and the line that it is at; None if it has no such equation."""
+    """The step with the fault, and the lines that it may be at; None if it has no such equation."""
     program = jax.make_jaxpr(step, return_shape=True)(*args)
     program, shape = program
     able = [eqn for eqn in program.jaxpr.eqns if _can(fault.kind, eqn)]
@@ -164,7 +174,63 @@ def faulty(step, args, fault, mesh):
         values = interpret(again, jax.tree.leaves((weights, x, y)), rule)
         return jax.tree.unflatten(jax.tree.structure(shape), values)
 
-    return run, line_of(chosen)
+    return run, [line_of(chosen)]
+
+
+AXES = {"a": 2, "b": 2, "c": 2}
+ROWS, COLUMNS = P(("a", "b")), P(None, "c")
+
+
+def shares(weights, x, y):
+    hidden = jnp.sin(x @ weights) + 2
+    return jnp.mean((hidden / jnp.sum(hidden, 0) - y) ** 2)
+
+
+def wrong_specs(random):
+    """A step per device, one of whose arguments arrives split over other axes."""
+    specs = [COLUMNS, ROWS, P(("a", "b"), "c")]
+    number = int(random.integers(3))
+    orders = [x for x in itertools.permutations(AXES) if x != tuple(AXES)]
+    first, second, third = orders[random.integers(len(orders))]
+    specs[number] = (P(None, first), P((first, second)), P((first, second), third))[number]
+
+    def on_device(weights, x, y):
+        hidden = jnp.sin(x @ weights) + 2
+        parts = hidden / lax.psum(jnp.sum(hidden, 0), ("a", "b"))
+        return lax.pmean(jnp.mean((parts - y) ** 2), ("a", "b", "c"))
+
+    run = _over(mylib.make_mesh(**AXES), on_device, *specs, out=P())
+    return run, shares, drawn(random, (16, 32), (32, 16), (32, 32))
+
+
+KERNELS = {
+    "centred": lambda x: x - jnp.mean(x, 0),
+    "summed": lambda x: jnp.cumsum(x, 0),
+    "sorted": lambda x: jnp.sort(x, 0),
+    "turned": lambda x: x[::-1],
+}
+
+
+def wrong_opaque(random):
+    """A step whose kernel sees the rows of one device, and needs all."""
+    kernel = KERNELS[[*KERNELS][random.integers(len(KERNELS))]]
+
+    def of(kernel):
+        return lambda weights, x, y: jnp.mean((kernel(jnp.tanh(x @ weights)) - y) ** 2)
+
+    per_device = mylib.filter_shard_map(
+        mylib.opaque(kernel), mesh=mylib.make_mesh(data=N), in_specs=P("data"), out_specs=P("data")
+    )
+    return of(per_device), of(kernel), drawn(random, (16, 32), (32, 16), (32, 32))
+
+
+def written_per_device(kind, random):
+    """The step, the lines of its function per device, the right step and the arguments."""
+    loss, right, args = (wrong_specs if kind == "specs" else wrong_opaque)(random)
+    equations = all_equations(jax.make_jaxpr(loss)(*args))
+    (mapped,) = (eqn for eqn in equations if eqn.primitive.name == "shard_map")
+    lines = [line_of(eqn) for eqn in all_equations(mapped.params["jaxpr"])]
+    return jax.jit(step_of(loss)), lines, step_of(right), args
 
 
 def _equal(ours, theirs):
@@ -173,23 +239,26 @@ def _equal(ours, theirs):
 
 
 def look(seed, mesh):
-    """`found`, `line`, `missed`, or None if the draw has no such equation."""
+    """`found`, `line`, `missed`, or None if the draw has no such equation, or isn't wrong."""
     random = np.random.default_rng(seed)
     fun = (mlp, attention, recurrent)[random.integers(3)]
     fault = Fault(KINDS[random.integers(len(KINDS))], int(random.integers(100)))
-    args, step = arguments(fun, seed), step_of(fun)
-    drawn = faulty(step, args, fault, mesh)
-    if drawn is None:
-        return None
-    run, line = drawn
+    if fault.kind in ("specs", "opaque"):
+        run, lines, step, args = written_per_device(fault.kind, random)
+    else:
+        args, step = arguments(fun, seed), step_of(fun)
+        made = faulty(step, args, fault, mesh)
+        if made is None:
+            return None
+        run, lines = made
     if _equal(run(*args), jax.jit(step)(*args)):
         return None  # such as numbers that change places and are only summed
     try:
         verify(run, *args, reference=step)
     except VerifyError as error:
-        how = "line" if line.split(" ")[0] in str(error) else "found"
-        return how, fun.__name__, fault, line, error.report.line
-    return "missed", fun.__name__, fault, line
+        told = any(line.split(" ")[0] in str(error) for line in lines)
+        return "line" if told else "found", fun.__name__, fault, lines, error.report.line
+    return "missed", fun.__name__, fault, lines
 
 
 def main(first, last):

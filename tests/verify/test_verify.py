@@ -1,14 +1,20 @@
 """`mylib.testing.verify`: a step on many devices against itself on one."""
 
+import re
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import seeded_faults
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._known_faults import KNOWN_FAULTS
+from mylib._verify.judge import compare
 from mylib.testing import VerifyError, verify
 
 MESH = mylib.make_mesh(data=8)
@@ -131,13 +137,60 @@ def test_what_wraps_a_step_is_a_part_of_it():
     assert not report.differs and len(report.own) == 5
 
 
-def test_the_step_of_a_plan():
-    def step(model, x):
-        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+class TestPlan:
+    @staticmethod
+    def step(x, model):
+        def loss(model):
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), value
 
-    plan = mylib.plan(step, model(), batch(), compile=0)
-    assert not verify(plan.jit(step), model(), batch()).differs
+    @pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.slow), "h100 x 4"])
+    def test_verifies_itself(self, machine):
+        plan = mylib.plan(self.step, batch(), model(), machine=machine, compile=0)
+        report = plan.verify()
+        assert report.name == "step" and not report.differs
+        drawn = plan.verify(seed=1).own[-1].largest
+        given = plan.verify(batch(), model()).own[-1].largest
+        assert len({report.own[-1].largest, drawn, given}) == 3
+
+    @pytest.mark.slow
+    def test_with_whole_matrices(self):
+        optim = mylib.by_matrix(optax.contrib.muon(1e-2), None)
+
+        def step(x, model, state):
+            grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), state
+
+        shapes = eqx.filter_eval_shape(
+            lambda: (batch(), m := model(), optim.init(eqx.filter(m, eqx.is_array)))
+        )
+        plan = mylib.plan(step, *shapes, axes={"data": 8}, compile=0)
+        assert max(r.difference for r in plan.verify().wide) < 1e-12
+
+    def test_read_from_text_it_has_no_step(self):
+        plan = mylib.plan(self.step, batch(), model(), compile=0)
+        saved = mylib.Plan.of(plan.as_text(), layers=plan.layers)
+        assert saved == plan
+        with pytest.raises(mylib.PlanError, match=r"verify\(plan.jit\(step\)"):
+            saved.verify(batch(), model())
+        assert not verify(saved.jit(self.step), batch(), model()).differs
+
+    def test_a_machine_with_more_devices_than_are_here(self):
+        args = jax.ShapeDtypeStruct((64, 8), jnp.float32), model()
+        plan = mylib.plan(self.step, *args, machine="h100 x 64", compile=0)
+        with pytest.raises(ValueError, match="64 devices.*there are 8"):
+            plan.verify()
+
+
+def test_numbers_that_one_device_has_not_either():
+    @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+    def logs(x):
+        return jnp.log(x), jnp.sin(x)
+
+    assert "(NaN or infinite on one device, too: [0])" in str(verify(logs, batch()))
 
 
 def test_what_float64_breaks_is_compared_in_its_own_dtypes():
@@ -147,3 +200,95 @@ def test_what_float64_breaks_is_compared_in_its_own_dtypes():
 
     report = verify(step, batch())
     assert report.wide is None and "not compared in float64" in str(report)
+
+
+class Attention(eqx.Module):
+    """The gradient of its keys' bias is zero, and its rounding is not."""
+
+    queries: eqx.nn.Linear
+    keys: eqx.nn.Linear
+
+    def __init__(self):
+        keys = jax.random.split(jax.random.key(0))
+        self.queries, self.keys = [eqx.nn.Linear(8, 8, key=key) for key in keys]
+
+    def __call__(self, x):
+        scores = jax.vmap(self.queries)(x) @ jax.vmap(self.keys)(x).T
+        return jax.nn.softmax(scores) @ x
+
+
+class TestOptimisersThatTakeSigns:
+    """They make whole steps of the rounding of a gradient near zero."""
+
+    @staticmethod
+    def step_with(optim, rows=16):
+        @mylib.filter_jit(in_shardings=(None, None, P("data")), mesh=MESH)
+        def step(model, state, x):
+            def loss(model):
+                return jnp.mean(jax.vmap(model)(x[:rows]) ** 2)
+
+            grads = eqx.filter_grad(loss)(model)
+            updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), state
+
+        trained = Attention()
+        return step, trained, optim.init(eqx.filter(trained, eqx.is_array))
+
+    def test_as_many_as_rounding_explains(self):
+        want, shaken, few, many = np.ones((4, 100))
+        shaken[:2], few[50:60], many[:50] = -1, -1, -1
+        (same,) = compare(["a"], [few], [want], [[shaken]], 1e-7)
+        assert not same.differs and same.difference == 2
+        (other,) = compare(["a"], [many], [want], [[shaken]], 1e-7)
+        assert other.differs and "50 numbers by at least 2 of 1" in str(other)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["sign_sgd", "lion", "adam"])
+    def test_rounding_is_no_fault_and_faults_are_found(self, name):
+        optim = getattr(optax, name)(1e-2)
+        step, *args = self.step_with(optim)
+        for seed in range(3):
+            x = jax.random.normal(jax.random.key(seed), (16, 4, 8))
+            assert not verify(step, *args, x).differs
+        # As if the rows of one device of 8 were left out.
+        short, *_ = self.step_with(optim, rows=14)
+        with pytest.raises(VerifyError) as error:
+            verify(short, *args, x, reference=step.__wrapped__)
+        wrong = {x.name for x in error.value.report.wide if x.differs}
+        assert {"[0].queries.weight", "[0].keys.weight"} <= wrong
+
+
+@pytest.mark.slow
+def test_steps_of_by_matrix():
+    optim = mylib.by_matrix(optax.contrib.muon(1e-2), KEPT, mesh=MESH, dtype=jnp.bfloat16)
+
+    @mylib.filter_jit(in_shardings=(KEPT, None, P("data")), mesh=MESH)
+    def step(model, state, x):
+        value, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    trained = mylib.filter_shard(model(), KEPT, mesh=MESH)
+    state = optim.init(eqx.filter(trained, eqx.is_array))
+    for args in (trained, state), eqx.filter_eval_shape(lambda: (trained, state)):
+        report = verify(step, *args, batch())
+        assert max(r.difference for r in report.wide) < 1e-12
+        assert max(r.difference for r in report.own) > 1e-6
+
+
+def test_known_faults_of_compilers_are_named():
+    @mylib.filter_jit(in_shardings=(None, P("data")), mesh=mylib.make_mesh(data=4, model=2))
+    def gradient(layer, x):
+        return eqx.filter_grad(lambda layer: jnp.sum(jax.vmap(layer)(x) ** 2))(layer)
+
+    layer = eqx.nn.Conv2d(8, 8, 3, padding=1, groups=2, key=jax.random.key(0))
+    told = "a known fault: XLA's gradient of the weights of a grouped convolution is wrong"
+    with pytest.raises(VerifyError, match=told):
+        verify(gradient, layer, jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
+
+
+def test_the_page_has_all_known_faults():
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    rows = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)
+    for fault in KNOWN_FAULTS:
+        assert f"| {fault.what}" in rows and all(x in rows for x in fault.versions), fault.what

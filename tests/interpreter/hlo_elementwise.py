@@ -1,0 +1,106 @@
+"""Operations on each element. Values have the devices in front; in a reduction they have any
+shape.
+"""
+
+import numpy as np
+import scipy.special
+from hlo_layouts import dtype_in_memory, dtype_of
+
+
+def _divided(a, b):
+    if np.issubdtype(a.dtype, np.inexact):
+        return a / b
+    # Towards zero; division by zero is -1.
+    safe = np.where(b == 0, 1, b)
+    quotient = np.abs(a) // np.abs(safe) * np.sign(a) * np.sign(safe)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
+
+
+def _shift(shift, past=None):
+    def run(a, b):
+        bits = 8 * a.dtype.itemsize
+        inside = (b >= 0) & (b < bits)
+        shifted = shift(a, np.where(inside, b, 0).astype(b.dtype))
+        return np.where(inside, shifted, past(a) if past else 0).astype(a.dtype)
+
+    return run
+
+
+def _unsigned(a):
+    return a.view(a.dtype.str.replace("i", "u"))
+
+
+def _leading_zeros(a):
+    bits = 8 * a.dtype.itemsize
+    return sum((_unsigned(a) >> i == 0).astype(a.dtype) for i in range(bits))
+
+
+def _identity(a):
+    return a
+
+
+FUNCTIONS = {
+    "abs": np.abs, "negate": np.negative, "exponential": np.exp, "log": np.log, "sqrt": np.sqrt,
+    "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "cosine": np.cos, "sine": np.sin,
+    "tan": np.tan, "floor": np.floor, "ceil": np.ceil, "sign": np.sign, "cbrt": np.cbrt,
+    "logistic": scipy.special.expit, "erf": scipy.special.erf, "real": np.real, "imag": np.imag,
+    "exponential-minus-one": np.expm1, "log-plus-one": np.log1p, "not": np.invert,
+    "is-finite": np.isfinite, "round-nearest-even": np.rint, "popcnt": np.bitwise_count,
+    "round-nearest-afz": lambda a: np.trunc(a + np.copysign(0.5, a)),
+    "count-leading-zeros": _leading_zeros, "acos": np.arccos, "acosh": np.arccosh,
+    "asin": np.arcsin, "asinh": np.arcsinh, "atan": np.arctan, "atanh": np.arctanh,
+    "sinh": np.sinh, "cosh": np.cosh,
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": _divided,
+    "maximum": np.maximum, "minimum": np.minimum, "power": np.power, "remainder": np.fmod,
+    "atan2": np.arctan2, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "complex": lambda a, b: a + 1j * b, "shift-left": _shift(np.left_shift),
+    "shift-right-logical": _shift(lambda a, b: (_unsigned(a) >> _unsigned(b)).view(a.dtype)),
+    "shift-right-arithmetic": _shift(np.right_shift, lambda a: np.where(a < 0, -1, 0)),
+    "copy": _identity, "opt-barrier": _identity, "optimization-barrier": _identity,
+    "add-dependency": lambda a, _: a, "domain": _identity,
+    # In float64 they would round, which is what a reader wants to leave out.
+    "reduce-precision": _identity,
+}  # fmt: skip
+
+_COMPARISONS = {
+    "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
+    "GE": np.greater_equal,
+}  # fmt: skip
+
+
+def compare(run, x, a, b):
+    if x.attributes.get("type") == "TOTALORDER" and np.issubdtype(a.dtype, np.floating):
+        # NaN is the largest number there.
+        a, b = (np.where(np.isnan(v), np.inf, v) for v in (a, b))
+    return _COMPARISONS[x.attribute("direction")](a, b)
+
+
+def select(run, x, which, a, b):
+    return np.where(fitting(which, a), a, b)
+
+
+def clamp(run, x, low, a, high):
+    return np.minimum(np.maximum(a, fitting(low, a)), fitting(high, a))
+
+
+def fitting(scalar, like):
+    """A number for each device, or an array of the same shape."""
+    return scalar.reshape(scalar.shape + (1,) * (like.ndim - scalar.ndim))
+
+
+def convert(run, x, a):
+    (array,) = x.arrays
+    target = dtype_of(array)
+    if np.issubdtype(a.dtype, np.floating) and target.kind in "iu":
+        limits = np.iinfo(dtype_in_memory(array))
+        a = np.nan_to_num(np.clip(np.trunc(a), float(limits.min), float(limits.max)), nan=0.0)
+    return a.astype(target)
+
+
+RULES = {
+    "compare": compare, "select": select, "clamp": clamp, "convert": convert,
+    "stochastic-convert": convert,
+    **{
+        name: lambda run, x, *operands, of=of: of(*operands) for name, of in FUNCTIONS.items()
+    },
+}  # fmt: skip

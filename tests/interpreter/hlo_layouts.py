@@ -1,0 +1,93 @@
+"""Where the elements of an array are in memory, and what a bitcast makes of them."""
+
+import re
+from functools import lru_cache
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {
+    "pred": np.bool_, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
+    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s4": jnp.int4,
+    "u4": jnp.uint4, "bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32,
+    "f64": np.float64, "f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2,
+    "c64": np.complex64, "c128": np.complex128,
+}  # fmt: skip
+
+
+class UnknownError(NotImplementedError):
+    """A program has something that the interpreter can't compute."""
+
+
+def dtype_in_memory(array):
+    if array.dtype not in DTYPES:
+        raise UnknownError(f"the type {array.dtype}")
+    return np.dtype(DTYPES[array.dtype])
+
+
+def dtype_of(array):
+    """With which numbers are computed: all floating-point numbers are float64, so that rounding
+    explains next to nothing.
+    """
+    dtype = dtype_in_memory(array)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+@lru_cache(maxsize=1000)
+def addresses(array):
+    """The address of each element, in the elements' logical order, in units of an element."""
+    order, _, tiling = array.layout.partition(":")
+    dims = [int(d) for d in order.split(",") if d]
+    dims = dims[::-1] or list(range(len(array.shape)))
+    tiles = re.match(r"T((?:\([\d,*]+\))*)", tiling)
+    sizes = [array.shape[d] for d in dims]
+    index = list(np.indices(sizes).reshape(len(sizes), -1)) if sizes else [np.zeros(1, int)]
+    sizes = sizes or [1]
+    for tile in re.findall(r"\(([^)]*)\)", tiles[1]) if tiles else ():
+        index, sizes = _in_tiles(index, sizes, [int(n) for n in tile.split(",")])
+    address = np.zeros_like(index[0])
+    for i, n in zip(index, sizes, strict=True):
+        address = address * n + i
+    physical = address.reshape([array.shape[d] for d in dims])
+    return physical.transpose(np.argsort(dims)).reshape(-1) if dims else physical.reshape(-1)
+
+
+def _in_tiles(index, sizes, tile):
+    """The last dimensions become those of tiles, and those inside a tile."""
+    missing = max(len(tile) - len(sizes), 0)
+    index, sizes = [np.zeros_like(index[0])] * missing + index, [1] * missing + sizes
+    first = len(sizes) - len(tile)
+    tiled = list(zip(index[first:], sizes[first:], tile, strict=True))
+    index = [*index[:first], *(i // t for i, _, t in tiled), *(i % t for i, _, t in tiled)]
+    sizes = [*sizes[:first], *(-(-n // t) for _, n, t in tiled), *tile]
+    return index, sizes
+
+
+def bitcast(value, source, target):
+    """The same memory, as another array. `value` has the devices in front."""
+    if source.dtype != target.dtype:
+        if dtype_in_memory(source).itemsize != dtype_in_memory(target).itemsize:
+            raise UnknownError(f"a bitcast of {source.dtype} to {target.dtype}")
+        value = reinterpreted(value, source, target)
+    there, wanted = addresses(source), addresses(target)
+    if not np.array_equal(there, wanted):
+        element_at = np.full(max(there.max(), wanted.max()) + 1, -1)
+        element_at[there] = np.arange(there.size)
+        picked = element_at[wanted]
+        if (picked < 0).any():
+            raise UnknownError(f"a bitcast of {source} to {target} reads padding")
+        value = value.reshape(len(value), -1)[:, picked]
+    return value.reshape(len(value), *target.shape)
+
+
+def reinterpreted(value, source, target):
+    """The bits of numbers as numbers of another type."""
+    old, new = dtype_in_memory(source), dtype_in_memory(target)
+    bits = np.ascontiguousarray(value.astype(old))
+    if old.itemsize == new.itemsize:
+        return bits.view(new)
+    if old.itemsize > new.itemsize:
+        return bits.view(new).reshape(*value.shape, old.itemsize // new.itemsize)
+    return bits.view(new).reshape(value.shape[:-1])
