@@ -237,7 +237,8 @@ def case(seed):
     split = split_of(rng, splits, mesh)
     specs = specs_of(splits.operands, shapes, split)
     if kind == "auto" and way != "shard_map" and rng.random() < 0.3:
-        specs = [P(*rng.permutation(list(spec))) for spec in specs]  # also what must be whole
+        # Also what must be whole.
+        specs = [P(*(spec[i] for i in rng.permutation(len(spec)))) for spec in specs]
         specs = [s if fits(s, shape, mesh) else P() for s, shape in zip(specs, shapes, strict=True)]
     about = f"{seed}: {family.__name__} [{splits}], {way}, {kind} {sizes}, {specs}"
     if way == "axes":
