@@ -121,10 +121,11 @@ def test_layers_know_their_axes(machine):
 @BOTH
 @pytest.mark.parametrize("strategy", ["FSDP", "FSDP, tensor parallel"])
 def test_flash(machine, strategy):
+    """Nothing is moved for the kernels, and for the derivative of their reference."""
     example = program("flash")
     how = example.STRATEGIES[strategy]
     report = program("running").report(example.task(example.LARGE), how, machine.mesh(**how.axes))
-    report.expect(*how.contracts)
+    assert not [x for x in report.collectives if x.source.startswith("flash.py")]
 
 
 @BOTH
