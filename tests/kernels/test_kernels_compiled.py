@@ -132,9 +132,8 @@ def test_flash(machine, strategy):
 def test_a_plan(machine):
     """The kernels are in layers, so that plans for TPUs need no `axes=`."""
     example = program("flash")
-    size = example.Size(
-        2, width=1024, heads=8, groups=4, hidden=2048, vocab=1024, time=256, rows=32
-    )
+    sizes = {"width": 1024, "heads": 16, "groups": 8, "hidden": 2048, "vocab": 1024, "time": 256}
+    size = example.Size(2, **sizes, rows=32, dtype=jnp.bfloat16)
 
     def make(key):
         model = example.make(size, key)
