@@ -148,4 +148,4 @@ def test_a_plan(machine):
         return eqx.apply_updates(model, updates), state, loss
 
     plan = mylib.plan(step, tokens, model, state, machine=machine, compile=1)
-    assert plan.candidates[0].source == "compiled", plan
+    assert plan.chosen.source == "compiled", plan
