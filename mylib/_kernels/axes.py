@@ -35,11 +35,12 @@ class CallInLayer:
 
     def axes_of(self, splits: Splits) -> Axes | None:
         """How the kernel is split here. Letters that `vmap` has added since are rows."""
-        split = self.context.axes_of(self.name, self.splits, self.shapes)
+        split: Axes | None = self.context.axes_of(self.name, self.splits, self.shapes)
         if split is None:
             return None
+        rows: tuple[str, ...] = self.context.rows
         added = [x for x in splits.named if x not in {*self.splits.parts, *self.splits.whole}]
-        return {**split, **dict.fromkeys(added[:1], self.context.rows)}
+        return {**split, **dict.fromkeys(added[:1], rows)}
 
 
 def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[GivenArray]:

@@ -1,12 +1,15 @@
 """How a kernel's call becomes a part of a program: as a call on each device's parts."""
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -51,7 +54,7 @@ def lowered(
         else:
             raise PlacementError([_unknown(call, mesh, free)])
     # Kernels don't know what varies over a mesh.
-    plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+    plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
 
 
@@ -159,7 +162,10 @@ def _mapped(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[s
 def _partitioned(call: _KernelCall) -> Run:
     """A call that the compiler's partitioner splits as its operands are."""
 
+    wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+
     def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
+        _enter_x64(wide)
         return mesh, call.on_parts, *_shardings(call, mesh, args, result)
 
     def run(*operands: Any) -> Any:
@@ -173,9 +179,24 @@ def _partitioned(call: _KernelCall) -> Run:
     return run
 
 
+_entered = threading.local()
+
+
+def _enter_x64(wide: bool) -> None:
+    """Lets this thread compute in as many bits as the one that lowered the program. JAX 0.10.2 asks
+    for partitions in threads of the compiler's, which lack the context of `jax.enable_x64`. What it
+    then traces ends after `partition` has returned, so it is left when the thread is asked again.
+    """
+    if hasattr(_entered, "context"):
+        _entered.context.close()
+    _entered.context = ExitStack()
+    if jax.config.jax_enable_x64 != wide:  # pyright: ignore[reportAttributeAccessIssue]
+        _entered.context.enter_context(jax.enable_x64(wide))
+
+
 def _rule(
     call: _KernelCall, shapes: Sequence[tuple[int, ...]]
-) -> tuple[str, tuple[str, ...], dict[str, int]]:
+) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """The rule in the partitioner's notation, its factors that are whole, in the order in which
     they come, and the sizes of factors that are a part of a dimension.
     """

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -156,7 +157,7 @@ def _abstract(*avals: Any, kernel: Any, splits: Splits, types: Sequence[Type], *
     results: list[Any] = []
     for type_, spec in zip(types, specs, strict=True):
         sharding = NamedSharding(mesh, spec) if mesh is not None else None
-        like = avals[0] if avals else jax.core.ShapedArray((), type_.dtype)
+        like = avals[0] if avals else ShapedArray((), type_.dtype)
         kept = {} if sharding is None else {"sharding": sharding}
         results.append(like.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, **kept))
     return results

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Any
 
 # The letters of an array's dimensions.
 Letters = tuple[str, ...]
@@ -124,5 +123,6 @@ def named_by_letters(
             names[number] = next(letters)
         return names[number]
 
-    sides: list[Any] = [tuple(tuple(map(name, x)) for x in side) for side in (operands, results)]
-    return Splits(*sides, {names[x]: count for x, count in parts.items() if x in names})
+    of_operands = tuple(tuple(map(name, x)) for x in operands)
+    of_results = tuple(tuple(map(name, x)) for x in results)
+    return Splits(of_operands, of_results, {names[x]: n for x, n in parts.items() if x in names})
