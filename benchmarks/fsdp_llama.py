@@ -1,5 +1,5 @@
 """A training step of a model like Llama 7B with `mylib.fully_shard`, compiled for 64 devices: does
-it fit, and are memory and bytes what `docs/fsdp.md` derives?
+it fit, and are memory and bytes what `docs/fsdp-explained.md` derives?
 
     python benchmarks/fsdp_llama.py h100
     python benchmarks/fsdp_llama.py v5p

@@ -3,7 +3,7 @@
     python benchmarks/models.py --machine "h100 x 16" --write
     python benchmarks/models.py --machine "v5e 4x4" --only llama --write
 
-Prints a row for each model and strategy, and writes it into the table of docs/models.md, whose
+Prints a row for each model and strategy, and writes it into benchmarks/results/models.md, whose
 other rows stay. Models have few layers and are narrow, so that a row takes about a minute; stacked
 layers are compiled once, however many there are. `--full` compiles what a program compiles itself.
 
@@ -33,7 +33,7 @@ from mylib._text import show_bytes
 from mylib.machines import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "benchmarks" / "results" / "models.md"
 PROGRAMS = (
     "llama",
     "experts",

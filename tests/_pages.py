@@ -2,7 +2,8 @@
 
     python tests/_pages.py command NAME    prints README's command of that name
     python tests/_pages.py run PAGE        runs the Python blocks of a page in one namespace
-    python tests/_pages.py serve           does so with each page that standard input names
+    python tests/_pages.py write PAGE      does so, and writes what they print into the page
+    python tests/_pages.py serve           runs each page that standard input names
 
 Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
 """
@@ -10,6 +11,7 @@ Needs nothing but Python: `.ci/run` asks it for the commands before anything is 
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import io
 import os
 import re
@@ -21,6 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+# What pages show of compiled programs is that of this version, and of newer ones.
+NEWEST_JAX = (0, 12)
 
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n`]*\n"
@@ -30,7 +34,7 @@ _FENCE = re.compile(
 )
 # At the end of what stands in front of a block.
 _NOTE = re.compile(
-    r"<!--\s*(?P<kind>not run|command|test file|script|output):"
+    r"<!--\s*(?P<kind>not run|command|test file|script|output|shown):"
     r"\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z",
     re.DOTALL,
 )
@@ -44,7 +48,10 @@ class Block(NamedTuple):
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
     script: str | None  # the same of `<!-- script: name -->`: started in two processes
-    is_output: bool = False  # after `<!-- output: ... -->`: what the Python block above prints
+    # After `<!-- output: ... -->`: what the Python block above prints. `newest JAX` if that depends
+    # on the version.
+    output: str | None = None
+    shown: str | None = None  # after `<!-- shown: why -->`: text that no block of the page prints
 
 
 def blocks(page: Path) -> list[Block]:
@@ -64,7 +71,8 @@ def blocks(page: Path) -> list[Block]:
                 command=said if kind == "command" else None,
                 test_file=said if kind == "test file" else None,
                 script=said if kind == "script" else None,
-                is_output=kind == "output",
+                output=said if kind == "output" else None,
+                shown=said if kind == "shown" else None,
             )
         )
     return found
@@ -77,14 +85,17 @@ def command(name: str) -> str:
     return found[0].text.strip()
 
 
-def run(page: Path) -> None:
+def run(page: Path, write: bool = False) -> None:
     # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
     module = types.ModuleType("page")
     sys.modules["page"] = module
     printed = ""
+    outputs: list[tuple[Block, str]] = []
     for block in blocks(page):
-        if block.is_output and block.text != printed:
-            raise AssertionError(f"{page}, line {block.line}: what is printed is\n{printed}")
+        if write and block.output is not None:
+            outputs.append((block, printed))
+        elif block.language == "text":
+            _compare(page, block, printed)
         if block.language == "python" and not (block.not_run or block.test_file or block.script):
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
@@ -92,6 +103,26 @@ def run(page: Path) -> None:
                 exec(compile(source, str(page), "exec"), module.__dict__)
             printed = out.getvalue()
             print(printed, end="")
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    for block, said in reversed(outputs):
+        lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [said]
+    if outputs:
+        page.write_text("".join(lines), encoding="utf-8")
+
+
+def _compare(page: Path, block: Block, printed: str) -> None:
+    """Every text block after a `print` is its output, or says what it is."""
+    where = f"{page}, line {block.line}"
+    if block.output is None and block.shown is None and printed:
+        raise AssertionError(f"{where}: mark this as `output`, or say what is `shown`")
+    if block.output == "newest JAX" and _jax_version() < NEWEST_JAX:
+        return
+    if block.output is not None and block.text != printed:
+        raise AssertionError(f"{where}: what is printed is\n{printed}")
+
+
+def _jax_version() -> tuple[int, ...]:
+    return tuple(map(int, importlib.metadata.version("jax").split(".")[:2]))
 
 
 def serve() -> None:
@@ -122,6 +153,8 @@ if __name__ == "__main__":
             print(command(name))
         case ["run", page]:
             run(Path(page))
+        case ["write", page]:
+            run(Path(page), write=True)
         case ["serve"]:
             serve()
         case _:

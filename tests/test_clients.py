@@ -1,4 +1,4 @@
-"""The checks of tests/clients/ can fail, and docs/works-with.md lists them.
+"""The checks of tests/clients/ can fail, and benchmarks/results/clients.md lists them.
 
 The checks themselves need other people's packages, and are run by hand: see CONTRIBUTING.md.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 CLIENTS = Path(__file__).parent / "clients"
-PAGE = Path(__file__).parent.parent / "docs" / "works-with.md"
+PAGE = Path(__file__).parent.parent / "benchmarks" / "results" / "clients.md"
 
 CHECKS = '''
 """A client that exists for this test only."""

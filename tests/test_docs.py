@@ -119,14 +119,39 @@ def test_pictures_of_placements_are_those_of_jax():
         assert tool.draw(picture) == kept.read_text(encoding="utf-8")
 
 
-def test_readme_has_its_examples_and_both_commands():
-    first, step = [b for b in _pages.blocks(_pages.README) if b.language == "python"]
-    assert first.not_run is None and step.not_run is None
-    lines = [line for line in first.text.splitlines() if line.strip()]
-    assert len(lines) <= 10 and "optax" not in first.text
-    # What the step needs besides is named before it.
-    before = _pages.README.read_text(encoding="utf-8").partition(step.text)[0]
-    assert "mylib.fully_shard" in step.text and "pip install optax" in before
+def _changed(diff: str, text: str) -> str:
+    """`text` after the diff, whose parts are separated by a line of dots."""
+    for part in diff.split("\n ...\n"):
+        lines = part.strip("\n").splitlines()
+        old, new = (
+            "".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in (" -", " +")
+        )
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def test_the_diff_on_the_first_screen(tmp_path, checkout_env):
+    """As many lines as the page claims, and the losses of one device."""
+    (diff,) = [b.text for b in _pages.blocks(_pages.README) if b.language == "diff"]
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 5
+    assert "**five lines changed, same losses.**" in _pages.README.read_text(encoding="utf-8")
+    script = _pages.ROOT / "examples" / "first_step.py"
+    sharded = tmp_path / "sharded.py"
+    shown = "\nprint(len({str(s.index) for s in model.layers[1].weight.addressable_shards}))\n"
+    sharded.write_text(_changed(diff, script.read_text()) + shown)
+    before, (*after, parts) = (
+        printed_by(path, env=checkout_env).splitlines() for path in (script, sharded)
+    )
+    assert len(before) == 5 and parts == "8"
+    losses = [[float(line.removeprefix("loss ")) for line in lines] for lines in (before, after)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+def test_readme_has_its_example_and_both_commands():
+    (block,) = [b for b in _pages.blocks(_pages.README) if b.language == "python"]
+    assert block.not_run is None and "optax" not in block.text
+    assert len([line for line in block.text.splitlines() if line.strip()]) <= 10
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
@@ -176,6 +201,20 @@ def test_blocks(tmp_path, text, language, line, not_run, command):
     assert (block.language, block.line, block.not_run, block.command) == expected
     assert "x\n" in block.text and not block.text.startswith(" ")
     assert block.test_file == ("test_a.py" if "test file" in text else None)
+
+
+def test_every_output_is_compared_or_says_what_it_is(tmp_path):
+    page = tmp_path / "page.md"
+    text = "```python\nprint('a')\n```\n{}```text\nb\n```\n"
+    page.write_text(text.format(""))
+    with pytest.raises(AssertionError, match="page.md, line 5: mark this as `output`"):
+        _pages.run(page)
+    page.write_text(text.format("<!-- shown: of a cluster -->\n"))
+    _pages.run(page)
+    page.write_text(text.format("<!-- output: newest JAX -->\n"))
+    _pages.run(page, write=True)
+    assert "```text\na\n```" in page.read_text()
+    _pages.run(page)
 
 
 def test_a_note_is_about_the_next_block_only(tmp_path):

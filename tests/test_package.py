@@ -19,6 +19,8 @@ _ADDRESS = "https://example.org/someone/mylib"
 def test_files_that_say_the_version():
     said = (_pages.ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {mylib.__version__}\n" in said
+    site = (_pages.ROOT / "mkdocs.yml").read_text()
+    assert f"\ncopyright: mylib {mylib.__version__}\n" in site
 
 
 def test_links_of_readme():

@@ -1,8 +1,9 @@
 """Checks the built site: `python tools/check_site.py site`.
 
 It checks what the strict build does not: links and images in the HTML, pages that are missing in
-the navigation, titles that two pages share, files that are loaded from other sites, and what the
-search finds. For the search it needs Node, which the extra `dev` brings along.
+the navigation, titles and descriptions that two pages share, old addresses that lead nowhere, files
+that are loaded from other sites, and what the search finds. For the search it needs Node, which the
+extra `dev` brings along.
 """
 
 import collections
@@ -16,84 +17,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# What people search for, and the page or section that must come first or second.
-FINDS = {
-    "install": "#installation",
-    "simulate devices": "getting-started/#simulate-devices-on-a-cpu-xla_flags-and-nproc",
-    "NPROC": "getting-started/#simulate-devices-on-a-cpu-xla_flags-and-nproc",
-    "transformer": "cookbook/#transformers-llama-and-gpt",
-    "GPT": "cookbook/#transformers-llama-and-gpt",
-    "mixture of experts": "cookbook/#mixture-of-experts-moe-expert-parallel",
-    "MoE": "cookbook/#mixture-of-experts-moe-expert-parallel",
-    "expert parallel": "cookbook/#mixture-of-experts-moe-expert-parallel",
-    "ring attention": "cookbook/#ring-attention-context-parallel",
-    "context parallel": "cookbook/#ring-attention-context-parallel",
-    "long context": "cookbook/#ring-attention-context-parallel",
-    "sequence parallel": "fsdp/#split-residuals-sequence-parallelism",
-    "KV cache": "cookbook/#generation-with-a-kv-cache",
-    "generation": "cookbook/#generation-with-a-kv-cache",
-    "inference": "cookbook/#generation-with-a-kv-cache",
-    "LoRA": "cookbook/#lora-fine-tuning",
-    "fine-tuning": "cookbook/#lora-fine-tuning",
-    "EMA": "cookbook/#ema-of-the-weights",
-    "BatchNorm": "cookbook/#cnn-vit-and-batchnorm",
-    "ViT": "cookbook/#cnn-vit-and-batchnorm",
-    "diffusion": "cookbook/#diffusion-u-net",
-    "state space": "cookbook/#state-space-models-mamba",
-    "Mamba": "cookbook/#state-space-models-mamba",
-    "GAN": "cookbook/#gan",
-    "LSTM": "cookbook/#rnn-lstm-and-gru",
-    "pallas": "cookbook/#kernels-pallas-splash-attention-ffi-triton",
-    "splash attention": "cookbook/#kernels-pallas-splash-attention-ffi-triton",
-    "FFI": "cookbook/#kernels-pallas-splash-attention-ffi-triton",
-    "Triton": "cookbook/#kernels-pallas-splash-attention-ffi-triton",
-    "custom_partitioning": "cookbook/#kernels-pallas-splash-attention-ffi-triton",
-    "ensemble": "recipes/#ensembles-one-model-on-each-device",
-    "correctness": "verify/",
-    "same result": "verify/",
-    "debug numbers": "verify/",
-    "NaN": "verify/#when-the-loss-differs-or-is-nan",
-    "loss differs": "verify/#when-the-loss-differs-or-is-nan",
-    "profiling": "profiling/",
-    "jax.profiler": "profiling/#using-jaxprofiler",
-    "compile time": "profiling/#where-compile-time-goes",
-    "recompile": "profiling/#a-step-that-recompiles",
-    "throughput": "profiling/#throughput-and-mfu",
-    "MFU": "profiling/#throughput-and-mfu",
-    "out of memory": "profiling/#out-of-memory-oom",
-    "OOM": "profiling/#out-of-memory-oom",
-    "fsdp": "fsdp/",
-    "zero-3": "fsdp/",
-    "tensor parallel": "rules/#tensor-parallelism-by-layers",
-    "data parallel": "getting-started/#data-parallel",
-    "pipeline": "pipelines/",
-    "mixed precision": "recipes/#mixed-precision",
-    "gradient accumulation": "recipes/#gradient-accumulation",
-    "checkpoint": "recipes/#checkpointing-with-orbax",
-    "orbax": "recipes/#checkpointing-with-orbax",
-    "resume": "recipes/#resuming",
-    "offload": "transforming/#offloading-to-host-memory",
-    "donate": "transforming/#donation",
-    "multi-host": "many-processes/",
-    "slurm": "clusters/#slurm",
-    "TPU pod": "clusters/#tpu-pods",
-    "let it plan": "plan/",
-    "plan": "api/plan/",
-    "automatic sharding": "cookbook/#automatic-sharding",
-    "stuck": "watch/",
-    "hang": "many-processes/#a-job-that-hangs",
-    # Of issues of Equinox and JAX.
-    "pmap": "from-pmap/",
-    "filter_shard": "api/placing/",
-    "with_sharding_constraint": "matrix/#comparison-with-jax-and-equinox",
-    "make_array_from_process_local_data": "feeding-the-mesh/#many-processes",
-    "involuntary full rematerialization": "communication/#involuntary-full-rematerialization",
-    "error_if": "faq/#error_if-hangs-on-several-devices-1232-939",
-    "random keys": "faq/#can-an-array-of-random-keys-be-sharded-977",
-    "explicit axes": "where-arrays-live/#auto-or-explicit-axes",
-    "optimizer state": "rules/#optimiser-state",
-    "faq": "faq/",
-}
+HERE = Path(__file__).parent
+# What people search for, and the page or section that must come first or second. A search for the
+# name of a page may also find a section of it.
+FINDS: dict[str, str] = json.loads((HERE / "searches.json").read_text(encoding="utf-8"))
+# Of earlier sites: each must still lead somewhere.
+OLD = (HERE / "old_addresses.txt").read_text(encoding="utf-8").splitlines()
+MOVED: dict[str, str] = json.loads((HERE / "moved.json").read_text(encoding="utf-8"))
 # A cell of a table in which Markdown has not taken the backslash of an escaped bar away.
 ESCAPED = r"<td>[^\n]*<code>([^<]*\\\|[^<]*)</code>"
 
@@ -148,7 +78,24 @@ def faults(site: Path) -> list[str]:
         found += [f"{here} shows a backslash in {code}" for code in re.findall(ESCAPED, text)]
         if "wzxhzdk:" in text:  # what Markdown puts in the place of HTML until the end
             found.append(f"{here} has lost some of its HTML")
-    return found + unreachable(pages, site) + ambiguous(pages, site) + unfindable(site)
+    found += lost(pages, site) + unreachable(pages, site) + alike(pages, site)
+    return found + unfindable(site)
+
+
+def leads_somewhere(address: str, pages: dict[Path, Page], site: Path) -> bool:
+    place, _, name = address.partition("#")
+    page = pages.get(site / place / "index.html")
+    return page is not None and (not name or name in page.names)
+
+
+def lost(pages: dict[Path, Page], site: Path) -> list[str]:
+    """Addresses that other sites and bookmarks have."""
+    return [
+        f"the old address {old!r} leads nowhere"
+        for old in OLD
+        if not leads_somewhere(MOVED.get(old, old), pages, site)
+        or not leads_somewhere(old.partition("#")[0], pages, site)
+    ] + [f"{old!r} is moved, and not an old address" for old in MOVED.keys() - set(OLD)]
 
 
 def unreachable(pages: dict[Path, Page], site: Path) -> list[str]:
@@ -157,27 +104,37 @@ def unreachable(pages: dict[Path, Page], site: Path) -> list[str]:
     linked = {file_of(urlsplit(url).path, home, site) for url in pages[home].links}
     # Other files come from docs/ as they are, and are parts of pages.
     left_out = {path for path in pages if path.name == "index.html"} - linked - {home}
+    left_out -= {site / old / "index.html" for old in MOVED}
     return [f"{path.relative_to(site)} is not in the navigation" for path in sorted(left_out)]
 
 
-def ambiguous(pages: dict[Path, Page], site: Path) -> list[str]:
-    """A title is all that a reader sees of a page in a list of bookmarks or of what was found."""
-    titled = collections.defaultdict(list)
-    for path in pages:
-        title = re.search(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"))
-        if title and path.name == "index.html":
-            titled[title[1]].append(str(path.relative_to(site)))
-    return [f"{' and '.join(same)} have one title" for same in titled.values() if len(same) > 1]
+def alike(pages: dict[Path, Page], site: Path) -> list[str]:
+    """Titles and descriptions are all that a reader sees of a page in a list of what was found."""
+    patterns = {
+        "title": r"<title>(.*?)</title>",
+        "description": r'name="description" content="(.*?)"',
+    }
+    found = []
+    for what, pattern in patterns.items():
+        said = collections.defaultdict(list)
+        for path in pages:
+            match = re.search(pattern, path.read_text(encoding="utf-8"))
+            if match and path.name == "index.html":
+                said[match[1]].append(str(path.relative_to(site)))
+        found += [
+            f"{' and '.join(same)} have one {what}" for same in said.values() if len(same) > 1
+        ]
+    return found
 
 
 def unfindable(site: Path) -> list[str]:
-    command = [*node(), str(Path(__file__).with_name("search.js")), str(site), *FINDS]
+    command = [*node(), str(HERE / "search.js"), str(site), *FINDS]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     answers = json.loads(done.stdout)
     return [
         f"the search for {word!r} finds {' and '.join(answers[word][:2]) or 'nothing'}, not {place}"
         for word, place in FINDS.items()
-        if place not in answers[word][:2]
+        if not any(found == place or found.startswith(f"{place}#") for found in answers[word][:2])
     ]
 
 

@@ -1,6 +1,6 @@
 """Opens every page of the built site in Chromium, as wide as a phone and as a laptop, and fails
-where a page can be scrolled sideways: `python tools/check_widths.py site`. A table or a code block
-that scrolls by itself is no fault.
+where a page can be scrolled sideways, or where text has a contrast below 4.5 with what is behind
+it: `python tools/check_widths.py site`. A table or a code block that scrolls by itself is no fault.
 """
 
 import functools
@@ -20,6 +20,33 @@ import chromium  # noqa: E402
 WIDTHS = (390, 1280)
 # Each page in a frame, one after the other; what is too wide is written into the title at the end.
 SCRIPT = """<!doctype html><title>unfinished</title><script>
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+function luminance(colours) {  // of colours that are painted over each other
+  for (const colour of ["#fff", ...colours]) {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+  }
+  const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(c => linear(c / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function faint(root) {  // what is hard to read, each kind once
+  const found = new Map();
+  for (const element of root.querySelectorAll("p, li, a, td, th, h1, h2, h3, code, span, label")) {
+    const text = [...element.childNodes].filter(n => n.nodeType == 3).map(n => n.data).join("");
+    if (!text.trim() || element.closest("svg, .output, .headerlink")) continue;
+    if (!element.getClientRects().length) continue;
+    const behind = [];
+    for (let e = element; e; e = e.parentElement)
+      behind.unshift(getComputedStyle(e).backgroundColor);
+    const colour = getComputedStyle(element).color;
+    const both = [luminance(behind), luminance([...behind, colour])].sort((a, b) => b - a);
+    const ratio = (both[0] + 0.05) / (both[1] + 0.05);
+    if (ratio < 4.5) found.set(element.tagName + element.className, [ratio, text.trim()]);
+  }
+  return [...found].map(
+    ([kind, [ratio, text]]) => `${kind} "${text.slice(0, 30)}" ${ratio.toFixed(2)}`);
+}
 async function measure() {
   const found = [];
   for (const width of WIDTHS) for (const page of PAGES) {
@@ -32,6 +59,8 @@ async function measure() {
     const root = frame.contentDocument.documentElement;
     if (root.scrollWidth > root.clientWidth)
       found.push(`${page}: ${root.scrollWidth} of ${width} pixels`);
+    if (width == 1280)
+      found.push(...faint(root).map(what => `${page}: contrast of ${what}`));
     frame.remove();
   }
   document.title = "finished " + found.join(" | ");

@@ -52,15 +52,14 @@ _BATCH = Row("batch", 'P("data"): its rows', 40, 64, P("data"))
 PICTURES = [
     Picture(
         "model",
-        'A training step under fsdp("data"), on four devices',
+        "The arrays of the script on four devices",
         {"data": 4},
         [
-            Row("a weight", "a quarter on each", 48, 48, P("data")),
-            Row("its optimiser state", "as the weight", 48, 48, P("data")),
-            Row("a bias", "small: a copy", 48, 10, P()),
-            Row("a batch", "a quarter of its rows", 40, 64, P("data")),
+            Row("model.layers[1].weight", 'P("data"), kept so', 48, 48, P("data")),
+            Row("Adam's moments of it", "as the weight", 48, 48, P("data")),
+            Row("model.layers[1].bias", "P(): small, a copy", 48, 10, P()),
+            Row("x, the batch", 'P("data"): its rows', 40, 48, P("data")),
             Row("while a layer computes", "gathered, then freed", 48, 48, P(), "gathered"),
-            Row("the weight's gradient", "summed, a quarter kept", 48, 48, P("data")),
         ],
     ),
     Picture(

@@ -32,11 +32,16 @@ class _Cells(Preprocessor):
         if not found:
             return [line]
         source = Path(found[2]).read_text(encoding="utf-8")
+        # The page of examples/gpt.py is examples/gpt/; tools/finish_site.py brings the file.
+        up = "../" * len(Path(found[2]).parts)
+        name = Path(found[2]).name
+        download = f'<p><a href="{up}{found[2]}" download>Download {name}</a></p>\n'
         if found[1] == "script":
-            return _fenced("python", source).splitlines()
+            return [download, *_fenced("python", source).splitlines()]
         notebook = json.loads(source)
         text = "\n\n".join(part for cell in notebook["cells"] for part in self._parts(cell))
-        return text.splitlines()
+        title, _, text = text.partition("\n")
+        return [title, "", download, *text.splitlines()]
 
     def _parts(self, cell: dict[str, Any]) -> list[str]:
         source = "".join(cell["source"])

@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-for said in "__version__ = \"$version\":mylib/__init__.py" "version: $version:CITATION.cff" "## $version :CHANGELOG.md"; do
+for said in "__version__ = \"$version\":mylib/__init__.py" "version: $version:CITATION.cff" "copyright: mylib $version:mkdocs.yml" "## $version :CHANGELOG.md"; do
     if ! grep -qF -- "${said%:*}" "${said##*:}"; then
         echo "${said##*:} does not say '${said%:*}'" >&2
         exit 1

@@ -77,7 +77,10 @@ def estimate(
     machine: Machine,
     measured: Measured | None = None,
 ) -> Estimate:
-    """`sent` are all collectives of the program; `measured` may be another one."""
+    """`sent` are all collectives of the program; `measured` may be another one. The interval
+    ignores the order in which things run: at least, one of computation, communication and copies
+    hides the others. The estimate goes through the schedule.
+    """
     _check_size(axes, machine)
     ideal, real, assumed = speeds(machine.chip, work.flops)
     slowest = _slowest(machine.chip, real)
@@ -107,9 +110,7 @@ def estimate(
         assumed.append("copies to and from the host run beside the operations of their iteration")
     most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     most += communication + copied
-    # At least: one of the three hides the others.
     low = max(low, communication, copied)
-    # The bounds ignore the order in which things run; the estimate goes through the schedule.
     total = played(work.schedule, real, [each for each, _ in links])
     return Estimate(
         seconds=total,

@@ -242,7 +242,8 @@ class Plan:
             )
         mesh = self._mesh
         if not self.machine.is_here:
-            mesh = make_mesh(devices=jax.devices()[: self.machine.count], **self.axes)
+            sizes: dict[str, Any] = dict(self.axes)
+            mesh = make_mesh(devices=jax.devices()[: self.machine.count], **sizes)
         fun = PlannedFunction(planned.fun, self.applying, mesh)
         args = args or laid_out(planned.args, self.applying.of_matrices.spec_at, mesh)
         return verify(fun, *args, high=high, seed=seed)

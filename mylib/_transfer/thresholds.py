@@ -1,7 +1,7 @@
 """The sizes in bytes from which one way of moving an array is faster than another.
 
-Measured on CPU (`benchmarks/placement.py`, docs/benchmarks.md), except `WORTH_COMPILING`, which is
-an estimate: no accelerator has been measured.
+Measured on CPU (`benchmarks/placement.py`, benchmarks/results/placement.md), except
+`WORTH_COMPILING`, which is an estimate: no accelerator has been measured.
 """
 
 # XLA's CPU client uses a buffer with this alignment without a copy.

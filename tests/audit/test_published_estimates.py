@@ -50,7 +50,7 @@ def test_half_of_the_rows_of_each_generation_are_held_out(benchmarks):
 
 def test_the_table_of_the_docs(benchmarks):
     """Its rows are printed by benchmarks/estimate.py, which isn't imported: it sets a platform."""
-    page = (_pages.ROOT / "docs" / "communication.md").read_text()
+    page = (_pages.ROOT / "docs" / "estimates.md").read_text()
     for row, found in estimates(benchmarks):
         start = f"| {row.name} |"
         (line,) = (line for line in page.splitlines() if line.startswith(start))

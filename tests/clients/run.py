@@ -3,7 +3,7 @@
     python tests/clients/run.py                           all clients, this Python
     python tests/clients/run.py lineax optax              some of them
     python tests/clients/run.py --jax-checkout DIR jax    JAX's own multi-process tests
-    python tests/clients/run.py --write                   the table into docs/works-with.md as well
+    python tests/clients/run.py --write                   writes benchmarks/results/clients.md
 
 The newest releases are installed into `.clients/`, one environment for each Python (`--python`,
 which may be given several times). The checks of each client (check_*.py) run twice, in processes of
@@ -25,7 +25,7 @@ from outcomes import Row, outcomes, records, row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PAGE = ROOT / "docs" / "works-with.md"
+PAGE = ROOT / "benchmarks" / "results" / "clients.md"
 BEGIN, END = "<!-- run.py writes from here -->", "<!-- to here -->"
 # Names of checks, and what is installed for them.
 PACKAGES = {

@@ -29,7 +29,7 @@ SHEETS = tomllib.loads((Path(machines.__file__).parent / "chips.toml").read_text
 
 
 def row(chip):
-    """What the table in docs/machines.md says of a chip."""
+    """What the table in docs/data-sheets.md says of a chip."""
     flops = {name: f"{peak / 1e12:g}" for name, peak in chip.flops.items()}
     rates = [flops.get(name, "") for name in ("bfloat16", "float32", "int8")]
     rates.insert(2, flops.get("float8_e4m3fn", ""))
@@ -48,9 +48,9 @@ def row(chip):
 
 
 def test_the_table_of_the_docs():
-    page = (_pages.ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    page = (_pages.ROOT / "docs" / "data-sheets.md").read_text(encoding="utf-8")
     for chip in machines.CHIPS.values():
-        assert row(chip) in page.splitlines(), "docs/machines.md: its table has another row"
+        assert row(chip) in page.splitlines(), "docs/data-sheets.md: its table has another row"
 
 
 class TestMakeMesh:

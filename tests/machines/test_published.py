@@ -1,4 +1,4 @@
-"""The table of published steps on docs/communication.md, compared with what is printed today."""
+"""The table of published steps on docs/estimates.md, compared with what is printed today."""
 
 import _pages
 import jax
@@ -16,4 +16,4 @@ def test_the_table_of_the_docs(machine, checkout_env):
     script = _pages.ROOT / "benchmarks" / "estimate.py"
     printed = printed_by(script, "--compile", "--only", name, env=checkout_env)
     (row,) = (line for line in printed.splitlines() if line.startswith(f"| {name} |"))
-    assert row in (_pages.ROOT / "docs" / "communication.md").read_text().splitlines()
+    assert row in (_pages.ROOT / "docs" / "estimates.md").read_text().splitlines()

@@ -158,7 +158,7 @@ def test_checked_and_unchecked():
 
 
 def test_jax_shard_map_inside():
-    """In the table at the end of docs/transforming.md, and to be taken out there when it passes."""
+    """In the table at the end of docs/shard-map.md, and to be taken out there when it passes."""
 
     def gradient(part):
         @mylib.filter_shard_map(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})

@@ -516,7 +516,7 @@ class TestHoles:
         np.testing.assert_allclose(gradient, factors, rtol=1e-5)
 
     def test_the_rules_of_custom_derivatives_are_not_looked_into(self):
-        """Said in docs/transforming.md. `opaque` covers what is called in its `fwd` and `bwd`."""
+        """Said in docs/shard-map.md. `opaque` covers what is called in its `fwd` and `bwd`."""
 
         @jax.custom_vjp
         def h(w, x):

@@ -342,7 +342,7 @@ class TestInSpecs:
         raw = jax.jit(jax.shard_map(lambda x: x * 2, **specs))
         ours, theirs = ([c.kind for c in mylib.audit(g, x).collectives] for g in (f, raw))
         assert ours == theirs
-        # Said at the end of docs/transforming.md, and to be taken out there when it has gone.
+        # Said at the end of docs/shard-map.md, and to be taken out there when it has gone.
         gathers = mesh is EXPLICIT and jax.__version_info__ < (0, 12)
         assert bool(ours) == gathers
 
@@ -579,7 +579,7 @@ class TestOutSpecs:
 
 
 class TestWhatDoesNotWork:
-    """The table at the end of docs/transforming.md (its last row is tested above). Should one of
+    """The table at the end of docs/shard-map.md (its last row is tested above). Should one of
     these pass some day, it is to be taken out there.
     """
 
