@@ -83,6 +83,9 @@ def attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
 
 class FlashBlock(Block):
+    def __init__(self, size: Size, key: PRNGKeyArray):
+        super().__init__(size, key)
+
     def __call__(self, x: Float[Array, "time width"]) -> Float[Array, "time width"]:
         return self.finish(x, attention(*self.project(x, jnp.arange(len(x)))))
 
