@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     effort = 0.2 if parser.parse_args().quick else 1.0
     print_header("8 simulated CPU devices")
-    for section in calling, tracing, opaque_copies, evolving:
+    for section in calling, tracing, opaque_copies, split_kernels, evolving:
         for row in section(effort):
             print_row(row.cells())
 
@@ -128,6 +128,32 @@ def opaque_copies(effort: float) -> Iterator[Row]:
     counts = f"{len(ours)} collectives", f"`check_vma=False`, {len(theirs)}"
     ratio = len(ours) / len(theirs)
     yield Row(work, *counts, ratio, *at_most(0, ratio))
+
+
+def split_kernels(effort: float) -> Iterator[Row]:
+    """A call of many small kernels that the compiler's partitioner splits, beside a `shard_map`
+    around each; and on one device, beside the plain function.
+    """
+
+    def kernel(x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.sin(x))
+
+    def many(f: Callable[[jax.Array], jax.Array]) -> Any:
+        def run(x: jax.Array) -> jax.Array:
+            for _ in range(20):
+                x = f(x)
+            return x
+
+        return jax.jit(run)
+
+    ours = many(mylib.opaque(kernel, like=kernel))
+    by_hand = many(mapped_by(jax.shard_map, kernel))
+    x = mylib.filter_shard(jnp.ones((1024, 256)), ROWS, mesh=MESH)
+    peers = {"`jax.shard_map` around each": lambda _: by_hand(x)}
+    yield duel("20 kernels split by opaque", lambda _: ours(x), peers, 30 * effort, 1.05)
+    plain, one = many(kernel), jnp.ones((1024, 256))
+    peers = {"the plain function": lambda _: plain(one)}
+    yield duel("the same on one device", lambda _: ours(one), peers, 30 * effort, 1.05)
 
 
 def evolving(effort: float) -> Iterator[Row]:

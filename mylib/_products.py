@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._compat import names, opened
-from ._programs import jaxprs_in
+from ._programs import KERNEL, jaxprs_in
 
 
 class Products(NamedTuple):
@@ -100,7 +100,7 @@ class _Counter:
 
 _LOOPS = (names.SCAN, names.WHILE)
 _PRODUCTS = {names.DOT, names.CONVOLUTION}
-_UNKNOWN = {*names.KERNELS, *names.OPAQUE_CALLS, names.RAGGED_DOT}
+_UNKNOWN = {KERNEL, *names.KERNELS, *names.OPAQUE_CALLS, names.RAGGED_DOT}
 # Equations whose results are those of their one jaxpr.
 _CALLS = names.CALLS | {names.REMAT}
 

@@ -11,6 +11,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
 from ._lines import innermost
 
+# The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
+# the parts of one device, when it is lowered.
+KERNEL = "mylib_kernel"
+
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
     """A jaxpr and all jaxprs inside it, each once. Kernels, and equations for which `without` is

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
-TRAINED = ["llama", "experts", "adapters", "vit", "state_space", "long_context"]
+TRAINED = ["llama", "experts", "adapters", "vit", "state_space", "long_context", "flash"]
 # Those with a step of their own.
 OTHERS = ["unet", "gan"]
 PROGRAMS = [*TRAINED, *OTHERS, "generate"]

@@ -41,6 +41,8 @@ ORDER = (
     "_links",
     "_processes",
     "rules",
+    "_kernels",
+    "_dims",
     "_placement",
     "_belongs",
     "_tree",

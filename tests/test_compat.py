@@ -205,6 +205,14 @@ USES = {
     "jax.experimental.serialize_executable.serialize": (
         "an executable as the pickle of (unloaded executable, infos of arguments, no_kwargs)"
     ),
+    "jax._src.config._check_vma": (
+        "called with False it is a context in which `pallas_call` asks for no `manual_axis_type`. "
+        "test_inside_shard_map in tests/kernels/test_split_kernels.py needs it"
+    ),
+    "jax._src.dispatch.prim_requires_devices_during_lowering": (
+        "the primitives whose rules for lowering get `abstract_mesh` and `device_assignment` in "
+        "`ctx.module_context.axis_context`, where programs have shardings"
+    ),
     "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
 }
 

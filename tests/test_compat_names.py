@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +28,7 @@ from kernels import tensor_cores
 from scripts import printed_by
 
 import mylib
-from mylib._compat import names, opened
+from mylib._compat import describe_cudnn, names, opened
 from mylib._programs import jaxprs_in
 
 NEWER = not jax.__version__.startswith("0.10.")
@@ -424,6 +425,13 @@ KEYED = {
 }
 
 
+def cudnn():
+    describe_cudnn(91000, (9, 0))
+    q = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return traced(jax.grad(lambda q: attention(q, q, q).sum().astype(jnp.float32)), q)
+
+
 def pooled(layer, transformed):
     return lambda: traced(lambda x: transformed(layer(2, 2), x), PICTURE)
 
@@ -471,6 +479,11 @@ PROGRAMS |= {
         lambda x: jax.extend.random.threefry2x32_p.bind(x, x, x, x), jnp.uint32(1)
     ),
     "top_k": lambda: traced(lambda x: lax.top_k(x, 2)),
+    "dot_product_attention_bwd_wrapper": lambda: cudnn(),
+    "dot_product_attention_fwd_wrapper": lambda: cudnn(),
+    "unvmap_all": lambda: traced(lambda x: eqxi.unvmap_all(x > 0)),
+    "unvmap_any": lambda: traced(lambda x: eqxi.unvmap_any(x > 0)),
+    "unvmap_max": lambda: traced(eqxi.unvmap_max, jnp.arange(4)),
 }
 
 
@@ -576,6 +589,7 @@ PARAMS = {
     "PARAM_CHECK_VMA": ("shard_map",),
     "PARAM_COND_JAXPR": ("while",),
     "PARAM_COND_NCONSTS": ("while",),
+    "PARAM_COST": ("pallas_call",),
     "PARAM_DEVICES": ("device_put",),
     "PARAM_DIFFERENTIATED": ("remat2",),
     "PARAM_DIMENSION": ("sort",),
@@ -588,6 +602,7 @@ PARAMS = {
     "PARAM_IN_SPECS": ("shard_map",),
     "PARAM_INLINE": ("jit",),
     "PARAM_JAXPR": CALLS,
+    "PARAM_LAYOUT": ("dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"),
     "PARAM_LENGTH": ("scan",),
     "PARAM_LHS_DILATION": ("conv_general_dilated",),
     "PARAM_LIMITS": ("slice",),
@@ -603,10 +618,12 @@ PARAMS = {
     "PARAM_OUT_SPECS": ("shard_map",),
     "PARAM_OUT_TREES": ("custom_vjp_call",),
     "PARAM_PADDING": ("conv_general_dilated",),
+    "PARAM_PADDING_CONFIG": ("pad",),
     "PARAM_PERMUTATION": ("transpose",),
     "PARAM_POLICY": ("remat2",),
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
+    "PARAM_RAGGED": ("ragged_dot_general",),
     "PARAM_REPS": ("tile",),
     "PARAM_REVERSE": ("scan",),
     "PARAM_RHS_DILATION": ("conv_general_dilated",),
@@ -616,6 +633,7 @@ PARAMS = {
     "PARAM_STRIDES": ("conv_general_dilated",),
     "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_UNROLL": ("scan",),
+    "PARAM_WINDOW": ("reduce_window_sum", "select_and_gather_add", "select_and_scatter_add"),
 }
 
 

@@ -45,6 +45,7 @@ from .private import (
     lacks_code as lacks_code,
     lines_of as lines_of,
     lowered_for_a_missing_backend as lowered_for_a_missing_backend,
+    mesh_of_lowering as mesh_of_lowering,
     mesh_with_devices as mesh_with_devices,
     names_in_cache_keys as names_in_cache_keys,
     new_id as new_id,
@@ -56,6 +57,7 @@ from .private import (
     ran_on_a_description as ran_on_a_description,
     readable_error as readable_error,
     replace_error_check as replace_error_check,
+    requires_devices as requires_devices,
     rule_of_custom_jvp as rule_of_custom_jvp,
     rules_of_custom_vjp as rules_of_custom_vjp,
     scan_sizes as scan_sizes,
@@ -80,4 +82,5 @@ from .private import (
     while_body as while_body,
     with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,
+    without_types_of_shard_map as without_types_of_shard_map,
 )

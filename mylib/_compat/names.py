@@ -86,6 +86,9 @@ DIV = "div"
 DOT = "dot_general"
 CONVOLUTION = "conv_general_dilated"
 RAGGED_DOT = "ragged_dot_general"
+# `jax.nn.dot_product_attention(..., implementation="cudnn")`.
+CUDNN_BACKWARD = "dot_product_attention_bwd_wrapper"
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"
@@ -167,6 +170,18 @@ CUTS = frozenset(
         "select_and_gather_add", "select_and_scatter_add", "split", "top_k",
     }
 )  # fmt: skip
+# A result's numbers depend on where they are, for random numbers in all dimensions.
+# One number for all that `vmap` has made of one, in Equinox.
+UNVMAPPED = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
+NUMBERED = frozenset({"iota", "random_bits", "random_gamma", "random_split"})
+PAD = "pad"
+TOP_K = "top_k"
+WINDOWS = frozenset(
+    {
+        "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
+        "select_and_gather_add", "select_and_scatter_add",
+    }
+)  # fmt: skip
 ADDS = frozenset({"add", "add_any", "sub"})
 BROADCAST = "broadcast_in_dim"
 GATHER = "gather"
@@ -188,7 +203,8 @@ MADE = frozenset(
 )  # fmt: skip
 # Their results are in memory, because compilers fuse them with nothing that follows.
 SOLID = SCATTERS | {
-    COND, CONSTRAINT, "concatenate", "conv_general_dilated", "cumsum", DOT, "dynamic_update_slice",
+    COND, CONSTRAINT, CUDNN_BACKWARD, CUDNN_FORWARD, "concatenate", "conv_general_dilated",
+    "cumsum", DOT, "dynamic_update_slice", RAGGED_DOT,
     "gather", "reduce_window_max", SCAN, SHARD_MAP, "sort", "top_k", WHILE,
 }  # fmt: skip
 # Their result is their operand.
@@ -214,6 +230,7 @@ PARAM_DIMENSION_NUMBERS = "dimension_numbers"
 PARAM_BATCH_GROUPS = "batch_group_count"
 PARAM_FEATURE_GROUPS = "feature_group_count"
 PARAM_PERMUTATION = "permutation"
+PARAM_RAGGED = "ragged_dot_dimension_numbers"
 PARAM_REPS = "reps"
 PARAM_SLICE_SIZES = "slice_sizes"
 # Jaxprs.
@@ -226,7 +243,10 @@ PARAM_COND_NCONSTS = "cond_nconsts"
 PARAM_FT_IN = "ft_in"
 PARAM_NUM_CARRY = "num_carry"
 PARAM_NUM_CONSTS = "num_consts"
+PARAM_LAYOUT = "layout"
 PARAM_LENGTH = "length"
+# What a Pallas kernel says that it computes.
+PARAM_COST = "cost_estimate"
 PARAM_REVERSE = "reverse"
 PARAM_UNROLL = "unroll"
 # The options of a nested `jit`.
@@ -256,6 +276,8 @@ PARAM_LIMITS = "limit_indices"
 PARAM_NEW_DTYPE = "new_dtype"
 PARAM_OUT_SHARDING = "out_sharding"
 PARAM_PADDING = "padding"
+PARAM_PADDING_CONFIG = "padding_config"
+PARAM_WINDOW = "window_dimensions"
 PARAM_PREFERRED = "preferred_element_type"
 PARAM_RHS_DILATION = "rhs_dilation"
 PARAM_SHARDING = "sharding"

@@ -73,6 +73,7 @@ cudnn = _Private(
     "jax._src.cudnn.fused_attention_stablehlo",
     changing=("check_cudnn_version", "check_compute_capability"),
 )
+dispatch = _Private("jax._src.dispatch")
 distributed = _Private("jax._src.distributed")
 equinox_errors = _Private("equinox._errors", changing=("_error",))
 equinox_primitives = _Private("equinox.internal._primitive")
@@ -562,6 +563,32 @@ def devices_of_lowering(ctx: Any) -> int:
     """The number of devices of the program that is being lowered."""
     axes = ctx.module_context.axis_context
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
+
+
+def mesh_of_lowering(ctx: Any) -> AbstractMesh:
+    """The mesh of the program that is being lowered: that of the context of the equation, else of
+    the program's shardings. Its axis "devices" is all of them, if it has no mesh.
+    """
+    axes = ctx.module_context.axis_context
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = getattr(axes, "abstract_mesh", None)
+    if mesh is None or mesh.empty:
+        devices = getattr(axes, "device_assignment", None)
+        if devices is None:
+            return AbstractMesh((devices_of_lowering(ctx),), ("devices",))
+        mesh = Mesh(np.array(devices), ("devices",)).abstract_mesh
+    return mesh
+
+
+def without_types_of_shard_map() -> Any:
+    """A context in which nothing is asked for its `manual_axis_type`, also inside `shard_map`."""
+    return config._check_vma(False)
+
+
+def requires_devices(primitive: Any) -> None:
+    """Lets the rule that lowers a primitive see the program's mesh and devices."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 @functools.cache

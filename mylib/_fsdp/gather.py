@@ -14,6 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import batched
+from .._dims import relate_as_operands
 from .._placement import Target, current_world, unusual_memory_kind
 from .._transfer import place_leaves, transfer_and_constrain
 from .._tree import split
@@ -236,6 +237,8 @@ def batched_at_front(
 ad.primitive_jvps[gathered_tangents_p] = _jvp
 ad.primitive_transposes[gathered_tangents_p] = _transpose
 batching.fancy_primitive_batchers[gathered_tangents_p] = _batch
+# Forward mode moves the tangents of weights as it moves these.
+relate_as_operands(gathered_tangents_p)
 mlir.register_lowering(gathered_tangents_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 

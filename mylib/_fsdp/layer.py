@@ -19,6 +19,7 @@ from .._placement import (
     axis_names,
     current_world,
     in_own_dtypes,
+    kernel_axes,
     on_one_device,
     sharding_of,
     show,
@@ -29,6 +30,7 @@ from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
 from .gradient_dtype import call_with_sinks
+from .kernel_axes import LayerAxes
 from .offloading import checkpoint
 from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
@@ -196,7 +198,8 @@ def _called(
     if in_own_dtypes.value:
         route = route.in_own_dtypes()
     inputs, outline = outlined((args, kwargs))
-    call = _LayerCall(method, leaves, outline)
+    context = LayerAxes.of(method, leaves, inputs, outline, route.used)
+    call = _LayerCall(method, leaves, outline, context)
     if world.mesh.explicit_axes:
         compute, inputs, types = as_written(call, weights, inputs, route)
         run = on_auto_axes(_after_gathering(compute, route), types)
@@ -215,13 +218,14 @@ def _called(
 class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Outline):
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Outline, context: Any):
         self._method, self._leaves, self._outline = method, leaves, outline
-        self._returned = outline
+        self._returned, self._context = outline, context
 
     def __call__(self, weights: Arrays, inputs: Arrays) -> Arrays:
         args, kwargs = self._outline.fill(inputs)
-        returned = self._method(self._leaves.join(weights), *args, **kwargs)
+        with kernel_axes(self._context):
+            returned = self._method(self._leaves.join(weights), *args, **kwargs)
         arrays, self._returned = outlined(returned)
         return arrays
 

@@ -1,8 +1,8 @@
 """`opaque`: gives types to calls that JAX can't analyse inside `shard_map`."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import in_words
-from .._placement import AxisSet, cast, manual_axes, union, varying
+from .._kernels import HowSplit, Kernel
+from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
 from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
@@ -20,7 +21,13 @@ T = TypeVar("T")
 
 @overload
 def opaque(
-    *, fwd: Callable[..., Any] | None = None, bwd: Callable[..., Any] | None = None
+    *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: str | Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
 
 
@@ -29,6 +36,10 @@ def opaque(
     fun: Callable[P, T],
     /,
     *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: str | Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[P, T]: ...
@@ -38,35 +49,64 @@ def opaque(
     fun: Callable[..., Any] | None = None,
     /,
     *,
+    like: Callable[..., Any] | None = None,
+    dims: str | None = None,
+    whole: str | Sequence[str] = (),
+    axes: Mapping[str, str | Sequence[str]] | None = None,
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Declares that a function's results vary over the mesh as its arguments do, for calls that
-    `shard_map` can't analyse.
+    """States how a call that JAX can't look into may be split over devices, such as that of a
+    kernel.
 
     Use it for functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call`, an
-    exported program and the like. JAX can't see whether their results differ between the devices.
-    With `opaque`, `check_vma=True` works, and the gradient communicates no more than the
-    mathematics needs.
+    exported program and the like. With `like` or `dims` the call is split in `jax.jit`, eagerly, on
+    Auto and Explicit axes, under `vmap`, and in the layers of [`mylib.fully_shard`][]: `fun` is
+    called with the parts of one device. It is given whole arrays only of dimensions that are whole.
+
+    Inside `shard_map`, with or without these, its results vary over the mesh as its arguments do.
+    JAX can't see whether they differ between the devices. With `opaque`, `check_vma=True` works,
+    and the gradient communicates no more than the mathematics needs.
 
     **Arguments:**
 
     - `fun`: a function of PyTrees. Without it a decorator is returned.
+    - `like`: a function of plain JAX with the same arguments and results. Which dimensions may be
+        split is read from its operations. Without `fwd` and `bwd`, its derivative is the call's;
+        only the arguments are saved for the backward pass.
+    - `dims`: the same, as letters for the dimensions of each array in the arguments and results, in
+        the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
+        split alike, into a number of parts that divides all of them; of size 1, they are whole.
+        Letters that no result has, or that an array has twice, are whole. With both, `dims` says
+        what may be split, and `like` gives the derivative.
+    - `whole`: further letters that are whole, as in `"t d"`, such as those along which `fun`
+        numbers its rows.
+    - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are
+        whole. By default operands are split as they come. For TPUs, and inside a `shard_map` over
+        some axes, it is needed on Auto axes outside the layers of `fully_shard`: compilers can't
+        tell there. With `like`, letters are named `a`, `b`, ... in the order of the arguments.
     - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and
         residuals; `bwd(residuals, cotangent)` returns a tuple with a cotangent, or None, for each
         argument. Both may contain opaque calls.
 
     **Returns:**
 
-    A function like `fun`. Outside `shard_map` it is `fun` with that derivative.
+    A function like `fun`. Without `like` and `dims`, outside `shard_map` it is `fun` with that
+    derivative.
 
-    A kernel's `out_shape` must have the type of its input. Inside `fun` all arguments have the same
-    type: `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
+    Without `like` and `dims`, a kernel's `out_shape` must have the type of its input in
+    `shard_map`. Inside `fun` all arguments have the same type:
+    `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
 
     **Raises:**
 
     `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
-    derivative. Calls raise it if they return something else than described above.
+    derivative, `like` or `dims`. Calls raise it if they return something else than described above,
+    and if `dims` doesn't fit the arrays or `like` can't be read.
+
+    [`mylib.PlacementError`][], naming the operands, if an axis splits a dimension that is whole or
+    that it doesn't divide, and if `axes` is needed. On Auto axes of CPUs and GPUs the compiler
+    raises it, as a `jax.errors.JaxRuntimeError` with the same text.
 
     !!! Example
 
@@ -99,13 +139,16 @@ def opaque(
         ```
     """
     if fun is None:
-        return functools.partial(opaque, fwd=fwd, bwd=bwd)
+        return functools.partial(
+            opaque, like=like, dims=dims, whole=whole, axes=axes, fwd=fwd, bwd=bwd
+        )
     if (fwd is None) != (bwd is None):
         raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
     signature, name = signature_of(fun), getattr(fun, "__name__", "the function")
-    if bwd is not None and outlined(fun)[0]:
+    how = _how_split(like, dims, whole, axes)
+    if (bwd is not None or how is not None) and outlined(fun)[0]:
         raise TypeError(
-            f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "
+            f"opaque: {name} holds arrays, and bwd, like and dims speak of arguments only. Write a "
             "function that takes the Module as an argument"
         )
 
@@ -119,12 +162,16 @@ def opaque(
                 f"These are keyword-only: {', '.join(bound.kwargs)}"
             )
         arrays, outline = outlined((fun, bound.args, bound.kwargs))
-        axes = union(map(varying, arrays))
+        varying_over = union(map(varying, arrays))
         by_argument = [outlined(arg)[1] for arg in bound.args] if bwd is not None else []
-        call = _OpaqueCall(fwd, bwd, outline, by_argument, axes)
+        kernel = None
+        if how is not None:
+            rest = outlined((bound.args, bound.kwargs))[1]
+            kernel = Kernel(fun, like, rest, tuple(bound.arguments))
+        call = _OpaqueCall(fwd, bwd, outline, by_argument, varying_over, how, kernel)
         # The cast is differentiated, too: if an argument is the same on all devices, its cotangents
         # are summed here, and nowhere else.
-        return call(cast(arrays, axes))
+        return call(cast(arrays, varying_over))
 
     return wrapped
 
@@ -138,26 +185,59 @@ class _OpaqueCall:
     outline: Outline
     by_argument: list[Outline]
     axes: AxisSet
+    how: HowSplit | None
+    kernel: Kernel | None
     # The outlines of the result and the residuals, once they have been traced.
     result: Any = None
     residuals: Any = None
+    # The layer of `fully_shard` that makes the call. Its derivative is traced outside of that.
+    layer: Any = field(default_factory=lambda: kernel_axes.value)
 
     def __call__(self, arrays: Arrays) -> Any:
         run = _sealed(self._primal)
         if self.fwd is not None:
             run = jax.custom_vjp(run)
-            run.defvjp(_sealed(self._forward), _sealed(self._backward))
+            run.defvjp(*(_sealed(self._in_layer(x)) for x in (self._forward, self._backward)))
+        elif self.kernel is not None and self.kernel.like is not None:
+            run = self._with_derivative(run, self.kernel)
         result = run(arrays)
         return self.result.fill(result)
+
+    def _in_layer(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with kernel_axes(self.layer):
+                return rule(*args)
+
+        return run
 
     def _filled(self, arrays: Arrays) -> Any:
         # JAX differentiates Python numbers as objects that are not quite arrays.
         return self.outline.fill(map(jnp.asarray, arrays))
 
     def _primal(self, arrays: Arrays) -> Arrays:
-        fun, args, kwargs = self._filled(arrays)
-        result, self.result = outlined(fun(*args, **kwargs))
+        if self.how is None or self.kernel is None:
+            fun, args, kwargs = self._filled(arrays)
+            result, self.result = outlined(fun(*args, **kwargs))
+        else:
+            arrays = list(map(jnp.asarray, arrays))
+            call = self.how.known(self.kernel, arrays)
+            result, self.result = call(arrays, self.how.axes), call.result
         return cast(result, self.axes)
+
+    def _with_derivative(self, primal: Callable[..., Any], kernel: Kernel) -> Any:
+        """The call with the reference's derivative, for whose backward pass arguments are saved."""
+        run = jax.custom_jvp(primal)
+
+        def reference(arrays: Arrays) -> Arrays:
+            return cast(kernel.reference(arrays)[0], self.axes)
+
+        def derivative(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Arrays, Arrays]:
+            results = run(*primals)
+            tangents_of = _on_auto_axes(jax.checkpoint(reference), results)
+            return results, tangents_of(*primals, *tangents)
+
+        run.defjvp(self._in_layer(derivative))
+        return run
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None
@@ -207,6 +287,52 @@ class _OpaqueCall:
             by_array += compress(leaves, arg.are_arrays)
         # Integers have neither tangents nor cotangents.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _on_auto_axes(reference: Callable[..., Any], results: Arrays) -> Callable[..., Any]:
+    """The reference's derivative, with Auto axes in place of the results' Explicit ones: of plain
+    JAX these would ask where each value is, and how the call is split is known.
+    """
+
+    def tangents_of(primals: Arrays, tangents: Arrays) -> Arrays:
+        return jax.jvp(reference, (primals,), (tangents,))[1]
+
+    types = list(map(jax.typeof, results))
+    mesh = next((x.sharding.mesh for x in types if x.sharding.mesh.explicit_axes), None)
+    if mesh is None:
+        return tangents_of
+
+    def on_auto_axes(primals: Arrays, tangents: Arrays) -> Arrays:
+        are_moved = [x.dtype != jax.dtypes.float0 for x in tangents]
+
+        def moved(primals: Arrays, moving: Arrays) -> Arrays:
+            rest = iter(moving)
+            pairs = zip(are_moved, tangents, strict=True)
+            return tangents_of(primals, [next(rest) if is_moved else x for is_moved, x in pairs])
+
+        specs = [x.sharding.spec for x in types]
+        with jax.sharding.use_abstract_mesh(mesh):
+            # Compiled, since JAX can't differentiate eager operations on another type of axes.
+            run = jax.jit(jax.sharding.auto_axes(moved, out_sharding=specs))
+            return run(primals, list(compress(tangents, are_moved)))
+
+    return on_auto_axes
+
+
+def _how_split(
+    like: Callable[..., Any] | None,
+    dims: str | None,
+    whole: str | Sequence[str],
+    axes: Mapping[str, str | Sequence[str]] | None,
+) -> HowSplit | None:
+    if like is None and dims is None:
+        if axes is not None or whole:
+            raise TypeError("opaque: axes= and whole= name letters: give dims= or like=, too")
+        return None
+    words = None
+    if axes is not None:
+        words = tuple((x, (on,) if isinstance(on, str) else tuple(on)) for x, on in axes.items())
+    return HowSplit(dims, tuple(whole.split() if isinstance(whole, str) else whole), words)
 
 
 def _sealed(function: Callable[..., Any]) -> Any:

@@ -13,6 +13,7 @@ from .context import (
     World as World,
     current_world as current_world,
     in_own_dtypes as in_own_dtypes,
+    kernel_axes as kernel_axes,
     no_mesh as no_mesh,
     on_one_device as on_one_device,
     plan_in_force as plan_in_force,

@@ -18,6 +18,8 @@ from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 on_one_device: Any = jax.make_user_context(False)
 # True if our `dtype=`, `reduce_dtype=` and `send_dtype=` are ignored.
 in_own_dtypes: Any = jax.make_user_context(False)
+# What a layer of `fully_shard` knows of how its kernels are split; None outside of layers.
+kernel_axes: Any = jax.make_user_context(None)
 # Where the plan of a step keeps weights, and its mesh, while the step runs under it.
 plan_in_force: Any = jax.make_user_context(None)
 # The axis of the mesh of one device on which steps are traced before they have a plan.

@@ -1,12 +1,10 @@
 """From when to when a program holds its arrays."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._compat import names
-from .._programs import jaxprs_in
-from .dims import Nodes
-from .equations import Equation, bytes_of, is_kept, is_literal, is_on_host, shape_of
+from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, is_on_host, shape_of
+from .._programs import KERNEL, jaxprs_in
 
 # As bytes. Smaller arrays don't matter beside weights.
 _SMALL = 1024
@@ -29,19 +27,6 @@ class Live(NamedTuple):
     gathered: bool
     top: bool
     times: int
-
-
-class Scope(NamedTuple):
-    """A jaxpr that was read: its equations, and when each begins and ends; its results; the
-    dimensions of its arrays; when it ends; `times` and `top` as in `Live`.
-    """
-
-    moments: Sequence[tuple[Equation, int, int]]
-    returned: set[Any]
-    nodes: Mapping[Any, Nodes]
-    end: int
-    times: int
-    top: bool
 
 
 def lives_of(scope: Scope, values_last: bool) -> list[Live]:
@@ -99,7 +84,7 @@ def _last_uses(scope: Scope, values_last: bool) -> tuple[set[Any], dict[Any, flo
 
 
 def _is_solid(eqn: Equation) -> bool:
-    return eqn.name in names.SOLID or bool(jaxprs_in(eqn.source))
+    return eqn.name in names.SOLID or eqn.name == KERNEL or bool(jaxprs_in(eqn.source))
 
 
 def _is_alias(eqn: Equation) -> bool:

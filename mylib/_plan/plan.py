@@ -442,6 +442,12 @@ def _notes(
     if traced.program.counted_once:
         lines = listed(traced.program.counted_once, 2)
         yield f"loops whose length depends on data are counted once: {lines}"
+    if traced.program.unpriced:
+        lines = listed(traced.program.unpriced, 2)
+        yield (
+            f"what these kernels compute is unknown, and takes no time here: {lines}. Give "
+            "mylib.opaque like=, or pallas_call cost_estimate="
+        )
     for group in Replaced(traced).unclear:
         yield (
             f"not donated: {' and '.join(group)}, as a result could be the new value of each. "

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 
 from .._audit import Message, seconds, speeds
+from .._dims import Event, Nodes, Sum, bytes_of
 from ..machines import Machine
-from .dims import Nodes
-from .equations import bytes_of
 from .fixes import MODEL, axes_of
-from .groups import Event, Sum
 from .layers import weights_of
 from .lifetimes import Live, lives_of
 from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._belongs import Owners
 from .._compat import names
+from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._lines import line_that_raised
@@ -23,8 +24,6 @@ from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
-from .dims import Nodes
-from .groups import Event, Reading, program_of
 from .layers import layers_in, repeated_in, weights_of
 
 # The policies for what layers save, and how to write them.

@@ -23,6 +23,7 @@ from ._body import (
     info as info,
     same_program as same_program,
 )
+from ._splits import assert_split as assert_split
 
 # Tracebacks and pickles then show the public names.
 for _class in (Compared, Info, Verified, VerifyError):

@@ -9,8 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from mylib._plan.dims import Dims
-from mylib._plan.groups import program_of
+from mylib._dims import Dims, program_of
 from mylib._plan.lifetimes import lives_of
 from mylib._plan.trace import (
     LayerInput,

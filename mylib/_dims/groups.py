@@ -7,15 +7,17 @@ priced in milliseconds.
 """
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from .._compat import names, opened
-from .._fsdp import gathered_tangents_p
 from .._products import products_of_equation
-from .._programs import Looped, jaxprs_in, line_of, loop_of
+from .._programs import KERNEL, Looped, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import (
     Equation,
@@ -27,7 +29,6 @@ from .equations import (
     is_on_host,
     shape_of,
 )
-from .lifetimes import Scope
 
 
 @dataclass(eq=False)
@@ -83,6 +84,20 @@ class Sum(Event):
         return self if self.first is None else self.first.root
 
 
+class Scope(NamedTuple):
+    """A jaxpr that was read: its equations, and when each begins and ends; its results; the
+    dimensions of its arrays; when it ends; `times` is how often it runs in a
+    call; `top` if it is outside of loops and layers.
+    """
+
+    moments: Sequence[tuple[Equation, int, int]]
+    returned: set[Any]
+    nodes: Mapping[Any, Nodes]
+    end: int
+    times: int
+    top: bool
+
+
 @dataclass(eq=False)
 class Reading:
     """What a jaxpr computes.
@@ -98,9 +113,14 @@ class Reading:
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
         arrays are, by their number.
     - `named`: for each such name the bytes of the array.
+    - `undivided`: dimensions of which parts can't be computed each by itself, as if it were all:
+        what an operation takes and doesn't return, a constant's, and those along which it matters
+        where a number is.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
+    - `kernels`: the names of kernels, with the dimensions of their operands.
+    - `unpriced`: the lines of kernels of which it is unknown what they compute.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
     """
@@ -118,9 +138,12 @@ class Reading:
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
     named: dict[str, Event] = field(default_factory=dict)
+    undivided: list[int] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
+    kernels: list[tuple[str, list[Nodes]]] = field(default_factory=list)
+    unpriced: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
 
@@ -157,6 +180,11 @@ class _Reader:
     def fresh(self, aval: Any) -> Nodes:
         return self.dims.new(shape_of(aval))
 
+    def constant(self, var: Any) -> _Operand:
+        nodes = self.fresh(var.aval)
+        self.program.undivided += nodes
+        return _Operand(nodes)
+
     def through(
         self,
         jaxpr: Any,
@@ -168,11 +196,11 @@ class _Reader:
         # Not `followed` of `_programs`, which opens no calls: the uses of a value are counted over
         # all equations, and when each begins and ends tells what is held at the same time.
         values = dict(zip(jaxpr.invars, operands, strict=True))
-        values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
+        values |= {var: self.constant(var) for var in jaxpr.constvars}
 
         def read(var: Any) -> _Operand:
             if is_literal(var):
-                return _Operand(self.fresh(var.aval))
+                return self.constant(var)
             value = values[var]
             # If a turn also uses what it adds to, the sum is needed in each turn.
             is_used_once = value.carried is None or uses[var] == 1
@@ -213,7 +241,21 @@ class _Apply:
             rule(self)
         elif self.eqn.name not in names.SHOWS:
             self.unknown()
+        self.program.undivided += self.ends()
         return self.outs
+
+    def ends(self) -> list[int]:
+        """The dimensions that no result has, what is made of these, and where places matter."""
+        group = self.dims.group
+        taken, returned = (
+            {group(node): node for x in side for node in x.nodes if self.dims.parts(node) > 1}
+            for side in (self.ins, self.outs)
+        )
+        ends = [node for x, node in taken.items() if x not in returned]
+        if ends:
+            ends += [node for x, node in returned.items() if x not in taken]
+        places = _PLACES.get(self.eqn.name)
+        return ends if places is None else [*ends, *places(self)]
 
     def unknown(self) -> None:
         self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
@@ -269,6 +311,74 @@ class _Apply:
         self.dims.join(b[rhs[0]], out_nodes[out[1]])
         self.product((b[rhs[1]],))
 
+    def kernel(self) -> None:
+        """A call that `mylib.opaque` was told how to split."""
+        splits, call = self.param("splits"), self.param("kernel")
+        self.program.kernels.append((call.name, [x.nodes for x in self.ins]))
+        work = call.work(self.in_avals)
+        if work is None:
+            self.program.unpriced.append(_line(self.eqn))
+        self._by_letters((*splits.operands, *splits.results), splits.parts, work or 0.0)
+
+    def _by_letters(
+        self, letters: Iterable[Sequence[str]], split: Collection[str], flops: float
+    ) -> None:
+        """Operands and results whose dimensions have letters: those in `split` are split alike, and
+        all others are whole.
+        """
+        first: dict[str, int] = {}
+        whole: list[int] = []
+        values = (*self.ins, *self.outs)
+        for x, names_of in zip(values, letters, strict=True):
+            for node, letter in zip(x.nodes, names_of, strict=True):
+                if letter in split:
+                    self.dims.join(first.setdefault(letter, node), node)
+                else:
+                    whole.append(node)
+        self._needs_whole(whole)
+        avals = (*self.in_avals, *self.out_avals)
+        operands = tuple((bytes_of(a), x.nodes) for a, x in zip(avals, values, strict=True))
+        floats = [x.dtype for x in avals if jnp.issubdtype(x.dtype, jnp.floating)]
+        dtype = str(max(floats, key=lambda x: x.itemsize, default="float32"))
+        dims = tuple(first.values())
+        self.program.products.append(Product(self.place, flops, dims, (), dtype, operands))
+
+    def attended(self) -> None:
+        """Attention of cuDNN, whose rows and heads are independent."""
+        order = (
+            ("b", "t", "n", "h") if self.param(names.PARAM_LAYOUT) == 0 else ("b", "n", "t", "h")
+        )
+        avals = (*self.in_avals, *self.out_avals)
+        of_rank = {4: order, 3: "bnt"}
+        letters = [of_rank.get(len(shape_of(x)), "-" * len(shape_of(x))) for x in avals]
+        (b, n, t, h), s = (self.shape(0)[order.index(x)] for x in "bnth"), self.shape(1)
+        # Two products forward, and five backward.
+        count = 2 if self.eqn.name == names.CUDNN_FORWARD else 5
+        self._by_letters(letters, "bn", 2.0 * count * b * n * t * h * s[order.index("t")])
+
+    def ragged(self) -> None:
+        """A product of each expert's rows, which are whole, as their number depends on data."""
+        numbers = self.param(names.PARAM_RAGGED)
+        (left, right), (left_rows, right_rows) = numbers.dot_dimension_numbers
+        ragged, grouped = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        a, b, out = (x.nodes for x in (*self.ins[:2], self.outs[0]))
+        for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
+            self.dims.join(a[i], b[j])
+        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows, *grouped))]
+        is_weights = not grouped  # the gradient of the experts' weights has a dimension for them
+        self.dims.join_all(out[is_weights:], [*(a[i] for i in left_rows), *free])
+        self._needs_whole([*(a[i] for i in ragged), *(b[i] for i in grouped), *out[:is_weights]])
+        over = tuple(a[i] for i in left if i not in ragged)
+        rows = math.prod(self.shape(0)) * math.prod(
+            n for i, n in enumerate(self.shape(1)) if i not in (*right, *right_rows, *grouped)
+        )
+        operands = [(bytes_of(x), v.nodes) for x, v in zip(self.in_avals, self.ins, strict=True)]
+        operands.append((bytes_of(self.out_avals[0]), out))
+        dtype, dims = str(self.in_avals[0].dtype), (*out, *over)
+        product = Product(self.place, 2.0 * rows, dims, over, dtype, tuple(operands))
+        self.program.products.append(product)
+        self.sum_over(over)
+
     def scan(self) -> None:
         loop = self._loop()
         before, carry, xs = loop.constants, loop.carry, loop.slices
@@ -321,7 +431,7 @@ class _Apply:
 
     def call(self) -> None:
         """A checkpoint, or the branches of a condition, all of which are counted."""
-        called = jaxprs_in(self.eqn.source)
+        called = [x for x in jaxprs_in(self.eqn.source) if not _only_calls_back(opened(x))]
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
             results = self.reader.through(inner, operands, self.place)
@@ -331,6 +441,9 @@ class _Apply:
                 # Which of several branches makes the sum is known only while the program runs.
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
+
+    def told(self) -> None:
+        """Whether any of some numbers is true: a number without dimensions."""
 
     def by_matrix(self) -> None:
         """The updates of `by_matrix`, whose price is that of its layout on each mesh."""
@@ -411,15 +524,40 @@ class _Apply:
             self.dims.join_all(_without(x.nodes, [axis]), _without(out.nodes, [axis]))
         self._needs_whole([self.ins[0].nodes[axis]])
 
+    def numbered(self) -> Nodes:
+        dim = self.eqn.params.get(names.PARAM_DIMENSION)
+        nodes = self.outs[0].nodes
+        return nodes if dim is None else nodes[dim : dim + 1]
+
+    def last(self) -> Nodes:
+        return self.ins[0].nodes[-1:]
+
+    def windowed(self) -> list[int]:
+        window = self.param(names.PARAM_WINDOW)
+        return [x for x, n in zip(self.ins[-1].nodes, window, strict=True) if n > 1]
+
+    def padded(self) -> list[int]:
+        config = self.param(names.PARAM_PADDING_CONFIG)
+        return [x for x, n in zip(self.ins[0].nodes, config, strict=True) if any(n)]
+
+    def written(self) -> list[int]:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        return [self.ins[0].nodes[i] for i in numbers.scatter_dims_to_operand_dims]
+
     def cut(self) -> None:
         whole: list[int] = []
         for a, b, before, after in self._dimensions():
-            # A reversed dimension keeps its size, but each element goes to another part.
-            if before == after and self.eqn.name != names.REVERSED:
+            if before == after:
                 self.dims.join(a, b)
             elif before > 1:
                 whole.append(a)
         self._needs_whole(whole)
+
+    def turned(self) -> None:
+        """A reversed dimension keeps its size, but each element goes to another part."""
+        dims, nodes = self.param(names.PARAM_DIMENSIONS), self.ins[0].nodes
+        self.dims.join_all(_without(nodes, dims), _without(self.outs[0].nodes, dims))
+        self._needs_whole([nodes[i] for i in dims if self.shape(0)[i] > 1])
 
     def _dimensions(self) -> Iterator[tuple[int, int, int, int]]:
         """Each dimension of each operand with that of each result at the same place: both nodes,
@@ -492,8 +630,10 @@ class _Apply:
         out, size = self.outs[0], shape_of(self.out_avals[0])
         # The others are single numbers.
         alike = [x for x, a in zip(self.ins, self.in_avals, strict=True) if shape_of(a) == size]
-        for x in alike:
-            self.dims.join_all(out.nodes, x.nodes)
+        for x, aval in zip(self.ins, self.in_avals, strict=True):
+            # Dimensions of size 1 are broadcast, and not joined.
+            if len(shape_of(aval)) == len(size):
+                self.dims.join_all(out.nodes, x.nodes)
         out.origin = next((x.origin for x in alike if x.origin is not None), None)
         special = _SPECIAL.get(self.eqn.name)
         if special is not None:
@@ -553,6 +693,11 @@ def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
 
 
+def _only_calls_back(jaxpr: Any) -> bool:
+    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
+    return bool(jaxpr.eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in jaxpr.eqns)
+
+
 def _line(eqn: Equation) -> str:
     return line_of(eqn.source)
 
@@ -566,14 +711,20 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(names.SCATTERS, _Apply.scattered),
     **dict.fromkeys(names.MADE, _Apply.made_of_keys),
     **dict.fromkeys(names.OVER_VMAPPED, _Apply.over_vmapped),
+    **dict.fromkeys(names.UNVMAPPED, _Apply.told),
     names.BARRIER: _Apply.barrier,
     names.BROADCAST: _Apply.broadcast,
     names.COND: _Apply.call,
     names.CONVOLUTION: _Apply.convolution,
+    KERNEL: _Apply.kernel,
+    names.CUDNN_BACKWARD: _Apply.attended,
+    names.CUDNN_FORWARD: _Apply.attended,
+    names.RAGGED_DOT: _Apply.ragged,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,
     names.JOINED: _Apply.stacked,
     names.REMAT: _Apply.call,
+    names.REVERSED: _Apply.turned,
     names.RESHAPE: _Apply.reshaped,
     names.SCAN: _Apply.scan,
     names.SHARD_MAP: _Apply.by_matrix,
@@ -581,9 +732,16 @@ _RULES: dict[str, _Rule] = {
     names.TAKEN_APART: _Apply.taken_apart,
     names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
-    # Forward mode moves the tangents of weights as it moves these.
-    gathered_tangents_p.name: _Apply.barrier,
     names.WHILE: _Apply.loop,
+}
+# The dimensions along which an operation depends on the places of numbers, though its results have
+# them, too.
+_PLACES: dict[str, Callable[[_Apply], Sequence[int]]] = {
+    **dict.fromkeys(names.NUMBERED, _Apply.numbered),
+    **dict.fromkeys(names.SCATTERS, _Apply.written),
+    **dict.fromkeys(names.WINDOWS, _Apply.windowed),
+    names.PAD: _Apply.padded,
+    names.TOP_K: _Apply.last,
 }
 # What else some of the operations by element tell.
 _SPECIAL: dict[str, _Rule] = {
@@ -594,3 +752,8 @@ _SPECIAL: dict[str, _Rule] = {
     names.DEVICE_PUT: _Apply.put,
     **dict.fromkeys(names.SAME, _Apply.copied),
 }
+
+
+def relate_as_operands(primitive: Any) -> None:
+    """Says of a primitive that each result has the dimensions of the operand at its place."""
+    _RULES[primitive.name] = _Apply.barrier

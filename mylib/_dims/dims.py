@@ -16,6 +16,7 @@ class Dims:
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._parts: list[int] = []
+        self._sizes: list[int] = []
         self._is_one: list[bool] = []
 
     def new(self, shape: Iterable[int]) -> Nodes:
@@ -24,8 +25,12 @@ class Dims:
             nodes.append(len(self._parent))
             self._parent.append(len(self._parent))
             self._parts.append(int(size))
+            self._sizes.append(int(size))
             self._is_one.append(size == 1)
         return tuple(nodes)
+
+    def sizes(self, nodes: Nodes) -> tuple[int, ...]:
+        return tuple(self._sizes[node] for node in nodes)
 
     def group(self, node: int) -> int:
         """The group of a node, as one of its nodes."""

@@ -1,0 +1,114 @@
+"""Which mesh axes split which letters of a kernel."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from .._errors import Fault, PlacementError
+from .._placement import axis_names
+from .splits import Letters, Splits
+
+# For a letter, the mesh axes that split it.
+Axes = Mapping[str, tuple[str, ...]]
+
+
+class GivenArray(NamedTuple):
+    """An array that a kernel takes or returns: its name in errors, and the entries of its spec."""
+
+    path: str
+    shape: tuple[int, ...]
+    letters: Letters
+    entries: tuple[Any, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class CallInLayer:
+    """The layer of `fully_shard` that calls a kernel, and what the kernel is given there."""
+
+    context: Any
+    name: str
+    splits: Splits
+    shapes: tuple[tuple[int, ...], ...]
+
+    def axes_of(self, splits: Splits) -> Axes | None:
+        """How the kernel is split here. Letters that `vmap` has added since are rows."""
+        split: Axes | None = self.context.axes_of(self.name, self.splits, self.shapes)
+        if split is None:
+            return None
+        rows: tuple[str, ...] = self.context.rows
+        added = [x for x in splits.named if x not in {*self.splits.parts, *self.splits.whole}]
+        return {**split, **dict.fromkeys(added[:1], rows)}
+
+
+def operands_of(kernel: Any, splits: Splits, avals: Sequence[Any]) -> list[GivenArray]:
+    return [
+        GivenArray(path, tuple(x.shape), letters, tuple(x.sharding.spec))
+        for path, x, letters in zip(kernel.paths, avals, splits.operands, strict=True)
+    ]
+
+
+def specs_of(
+    letters: Sequence[Letters], shapes: Sequence[tuple[int, ...]], split: Axes
+) -> list[PartitionSpec]:
+    """The specs of arrays. A dimension of size 1 is broadcast: it is whole."""
+    return [
+        PartitionSpec(*(split.get(x) if n > 1 else None for x, n in zip(names, shape, strict=True)))
+        for names, shape in zip(letters, shapes, strict=True)
+    ]
+
+
+def splits_in(
+    operands: Sequence[GivenArray], mesh: Any
+) -> Iterator[tuple[GivenArray, int, tuple[str, ...]]]:
+    """Each dimension that is split, with the axes of more than one device that do it."""
+    for operand in operands:
+        for dim, (size, entry) in enumerate(zip(operand.shape, operand.entries, strict=False)):
+            axes = tuple(axis for axis in axis_names(entry) if mesh.shape[axis] > 1)
+            if axes and size > 1:
+                yield operand, dim, axes
+
+
+def agreed(name: str, operands: Sequence[GivenArray], splits: Splits, mesh: Any) -> Axes:
+    """How Explicit axes split the letters of a kernel, if the types of all operands agree."""
+    split: dict[str, tuple[str, ...]] = {}
+    faults: list[Fault] = []
+    for operand, dim, axes in splits_in(operands, mesh):
+        letter = operand.letters[dim]
+        reason = unfit(letter, axes, splits, mesh)
+        if reason is None and split.setdefault(letter, axes) != axes:
+            reason = f"another operand has {letter!r} split over {', '.join(split[letter])}"
+        for other, taken in split.items():
+            if reason is None and other != letter and not set(taken).isdisjoint(axes):
+                reason = f"{', '.join(axes)} splits {other!r}, too"
+        if reason is not None:
+            faults.append(fault(name, operand, dim, axes, splits, reason))
+    if faults:
+        raise PlacementError(faults)
+    return split
+
+
+def unfit(letter: str, axes: Sequence[str], splits: Splits, mesh: Any) -> str | None:
+    """Why these axes can't split a letter."""
+    if letter not in splits.parts:
+        return "the kernel needs this dimension whole"
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if splits.parts[letter] % count:
+        return f"{count} devices don't divide {splits.parts[letter]}"
+    return None
+
+
+def fault(
+    name: str, operand: GivenArray, dim: int, axes: Sequence[str], splits: Splits, reason: str
+) -> Fault:
+    over = ", ".join(map(repr, axes))
+    request = f"dimension {dim} ({operand.letters[dim]!r}) over {over}, where {name} is called"
+    entries = [None if i == dim else x for i, x in enumerate(operand.entries)]
+    fits = ", ".join(f"{x!r} into {count}" for x, count in splits.parts.items()) or "nothing"
+    fix = (
+        f"mylib.filter_shard({operand.path}, {PartitionSpec(*entries)}) before, or split another "
+        f"dimension: of {splits} these may be split: {fits}"
+    )
+    return Fault(operand.path, operand.shape, request, reason, fix)

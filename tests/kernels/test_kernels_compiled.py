@@ -1,0 +1,151 @@
+"""Kernels in programs for GPUs and TPUs that are not here."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from example_models import program
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import mylib
+
+pytestmark = [
+    pytest.mark.compilers,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
+OPTIM = optax.adam(1e-3)
+BOTH = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+SENT = re.compile(
+    r"= [^=]* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def normalise(x, scale, y):
+    size = jnp.sqrt(jnp.mean(x[...] ** 2, axis=-1, keepdims=True) + 1e-6)
+    y[...] = x[...] / size * scale[...]
+
+
+def kernel(x, scale):
+    """A kernel that knows nothing of meshes."""
+    rows, width = 64, x.shape[1]
+    return pl.pallas_call(
+        normalise,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // rows,),
+        in_specs=[
+            pl.BlockSpec((rows, width), lambda i: (i, 0)),
+            pl.BlockSpec((1, width), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((rows, width), lambda i: (i, 0)),
+    )(x, scale[None])
+
+
+def reference(x, scale):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def placed(machine, kind):
+    mesh = machine.mesh(data=4, model=2)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * 2)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128,))]
+    return mylib.filter_shard(shapes, [P("data"), P()], mesh)
+
+
+def text_of(f, *args):
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "tpu_custom_call" in text or "triton" in text
+    return SENT.findall(text)
+
+
+def gradient(f):
+    return jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1))
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_what_is_sent_is_the_gradient_of_the_scale(machine, kind):
+    is_unknown = kind == AxisType.Auto and machine.chip.platform == "tpu"
+    axes = {"axes": {"a": "data"}} if is_unknown else {}
+    f = mylib.opaque(kernel, like=reference, **axes)
+    args = placed(machine, kind)
+    assert text_of(f, *args) == []
+    assert text_of(gradient(f), *args) == ["all-reduce"]
+
+
+@pytest.mark.compiles_for("v5e 2x4")
+def test_without_axes_the_error_has_the_line(machine):
+    f = mylib.opaque(kernel, like=reference)
+    with pytest.raises(mylib.PlacementError, match=r'axes=\{"a": "data"\}') as caught:
+        text_of(f, *placed(machine, AxisType.Auto))
+    assert "the kernel kernel (a b, b -> a b), on TPUs" in str(caught.value)
+
+
+class Layer(eqx.Module):
+    up: eqx.nn.Linear
+    scale: jax.Array
+    down: eqx.nn.Linear
+
+    def __call__(self, x):
+        y = mylib.opaque(kernel, like=reference)(jax.vmap(self.up)(x), self.scale)
+        return x + jax.vmap(self.down)(y)
+
+
+@BOTH
+def test_layers_know_their_axes(machine):
+    mesh = machine.mesh(data=4, model=2)
+    kept = mylib.rules.fsdp("data")
+
+    def make(key):
+        up, down = eqx.nn.Linear(128, 256, key=key), eqx.nn.Linear(256, 128, key=key)
+        return Layer(up, jnp.ones(256), down)
+
+    def step(model, x):
+        def loss(model):
+            return jnp.mean(mylib.fully_shard(model, Layer, kept, mesh=mesh)(x) ** 2)
+
+        return eqx.filter_grad(loss)(model)
+
+    model = mylib.filter_shard(eqx.filter_eval_shape(make, jax.random.key(0)), kept, mesh)
+    x = mylib.filter_shard(
+        jax.ShapeDtypeStruct((1024, 128), jnp.float32), P(("data", "model")), mesh
+    )
+    compiled = mylib.filter_jit(step, out_shardings=kept, mesh=mesh).lower(model, x).compile()
+    report = mylib.audit(compiled)
+    report.expect(mylib.contracts.fsdp("data", argument="model"))
+
+
+@BOTH
+@pytest.mark.parametrize("strategy", ["FSDP", "FSDP, tensor parallel"])
+def test_flash(machine, strategy):
+    """Nothing is moved for the kernels, and for the derivative of their reference."""
+    example = program("flash")
+    how = example.STRATEGIES[strategy]
+    report = program("running").report(example.task(example.LARGE), how, machine.mesh(**how.axes))
+    assert not [x for x in report.collectives if x.source.startswith("flash.py")]
+
+
+@BOTH
+def test_a_plan(machine):
+    """The kernels are in layers, so that plans for TPUs need no `axes=`."""
+    example = program("flash")
+    sizes = {"width": 1024, "heads": 16, "groups": 8, "hidden": 2048, "vocab": 1024, "time": 256}
+    size = example.Size(2, **sizes, rows=32, dtype=jnp.bfloat16)
+
+    def make(key):
+        model = example.make(size, key)
+        return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array))
+
+    model, state = eqx.filter_eval_shape(make, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
+
+    def step(tokens, model, state):
+        loss, grads = eqx.filter_value_and_grad(example.loss)(model, tokens)
+        updates, state = OPTIM.update(grads, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    plan = mylib.plan(step, tokens, model, state, machine=machine, compile=1)
+    assert plan.chosen.source == "compiled", plan
