@@ -240,8 +240,9 @@ class Plan:
                 "this plan was read from text, and doesn't have the step: write "
                 "mylib.testing.verify(plan.jit(step), ...) with the step's arguments"
             )
-        mesh = self._mesh
-        if not self.machine.is_here:
+        if self.machine.is_here:
+            mesh = self._mesh
+        else:
             axes: dict[str, Any] = dict(self.axes)
             mesh = make_mesh(devices=jax.devices()[: self.machine.count], **axes)
         fun = PlannedFunction(planned.fun, self.applying, mesh)

@@ -527,7 +527,8 @@ def options_of(program, args):
     even = mylib.rules.where_present(P("data"))
     fixed = {
         "nothing": {},
-        "kept": {"kept": lambda leaf: even if fits(leaf, "weight") else mylib.rules.PASS},
+        # Were it all weights, no dimension would be left for "model".
+        "kept": {"kept": lambda leaf: even if fits(leaf, "head.weight") else mylib.rules.PASS},
         "batch": {"kept": {"batch": P()}},
         "used": {"used": lambda leaf: P() if fits(leaf, "up.weight") else mylib.rules.PASS},
     }
