@@ -28,7 +28,7 @@ class Flow:
         self.module: HloModule = module
         self._transfers = transfers
         # Of the devices, in the program's order.
-        self.numbers = numbers or range(module.devices)
+        self.numbers: Sequence[int] = numbers or range(module.devices)
         self.devices: int = module.devices
 
     @cached_property

@@ -29,7 +29,9 @@ class Walk:
         # The results of collectives, for the fusions that go on with them.
         self.held: dict[int, Abstract] = {}
         # Where sums that are chains of permutations end, and the numbers of these.
-        self.ends = {id(x): i for i, whole in enumerate(transfers) for x in whole.ends}
+        self.ends: dict[int, int] = {
+            id(x): i for i, whole in enumerate(transfers) for x in whole.ends
+        }
         self.ending: int | None = None  # of the end that is being evaluated
         self.loops: list[Instruction] = []  # those that are being evaluated
         for i, whole in enumerate(transfers):
