@@ -209,7 +209,7 @@ USES = {
         "called with False it is a context in which `pallas_call` asks for no `manual_axis_type`. "
         "test_inside_shard_map in tests/kernels/test_split_kernels.py needs it"
     ),
-    "jax._src.dispatch.prim_requires_devices_during_lowering": (
+    "jax._src.dispatch.prim_requires_devices_during_lowering.add": (
         "the primitives whose rules for lowering get `abstract_mesh` and `device_assignment` in "
         "`ctx.module_context.axis_context`, where programs have shardings"
     ),
