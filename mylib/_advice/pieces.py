@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
 from .._compat import names, opened, scan_sizes
 from .._errors import ReplicatedWarning, warn
 from .._placement import axes_in
-from .._programs import jaxprs_in, line_of
+from .._programs import followed, jaxprs_in, line_of
 from .._text import show_bytes
 from .._transfer import constrain_auto_p
 from .replicated import NewProgram
@@ -61,12 +60,11 @@ def _gathered(jaxpr: Any, same: Sequence[bool]) -> tuple[int, list[bool]]:
     """How many bytes are gathered of what is the `same` in each iteration of a loop, where that is
     said of the arguments; and which results are the same.
     """
-    known = {x for x, is_same in zip(jaxpr.invars, same, strict=True) if is_same}
-    known.update(jaxpr.constvars)
     parts: dict[int, int] = {}
     total = 0
-    for eqn in jaxpr.eqns:
-        are_same = [isinstance(x, Literal) or x in known for x in eqn.invars]
+
+    def through(eqn: Any, are_same: list[bool]) -> list[bool]:
+        nonlocal total
         inner, results = jaxprs_in(eqn), [all(are_same)] * len(eqn.outvars)
         if eqn.primitive.name in _CONSTRAINTS and are_same[0]:
             (before,), (after,) = eqn.invars, eqn.outvars
@@ -84,8 +82,11 @@ def _gathered(jaxpr: Any, same: Sequence[bool]) -> tuple[int, list[bool]]:
                 times = eqn.params[names.PARAM_LENGTH]
             inside, results = _gathered(opened(inner[0]), are_same)
             total += times * inside
-        known.update(x for x, is_same in zip(eqn.outvars, results, strict=True) if is_same)
-    return total, [isinstance(x, Literal) or x in known for x in jaxpr.outvars]
+        return results
+
+    # Literals and constants are the same in each iteration.
+    results = followed(jaxpr, same, through, lambda _: True)
+    return total, results
 
 
 def _parts(sharding: Any) -> int:

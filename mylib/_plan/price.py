@@ -446,12 +446,9 @@ class _Pricing:
 
     def offloads(self) -> Any:
         """The seconds of copies to the host's memory, and back, in each place."""
-        offloads, chip, took = self.prices.offloads, self.prices.machine.chip, self.nothing()
-        rate = (chip.host_bandwidth or _TYPICAL_OF_HOSTS) / chip.devices
-        times = self.prices.times_of[offloads.places]
-        np.add.at(
-            took, offloads.places, offloads.amounts / self.splits(offloads.dims) / rate * times
-        )
+        offloads, took = self.prices.offloads, self.nothing()
+        seconds = offloads.amounts / self.splits(offloads.dims) / self.prices.ideal.host
+        np.add.at(took, offloads.places, seconds * self.prices.times_of[offloads.places])
         return took
 
     def tensor(self) -> Any:
