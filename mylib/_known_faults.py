@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jaxlib.version import __version__ as VERSION
 
 from ._compat import names
-from ._programs import all_equations, line_of
+from ._programs import all_equations, is_on_host, line_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,7 @@ def _sums_by_group(eqn: Any) -> bool:
 
 def _saves_on_host(eqn: Any) -> bool:
     """Whether it is a loop that saves values of its turns in host memory."""
-    spaces = (getattr(x.aval, "memory_space", None) for x in eqn.outvars)
-    return eqn.primitive.name == names.SCAN and jax.memory.Space.Host in spaces
+    return eqn.primitive.name == names.SCAN and any(is_on_host(x.aval) for x in eqn.outvars)
 
 
 # So it is in plain JAX (0.10.2 and 0.12.0.1). XLA has no public issue about it;

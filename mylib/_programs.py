@@ -301,6 +301,10 @@ def scanned(
     return state, [*carry, *ys], further
 
 
+def is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def line_of(eqn: Any) -> str:
     """The user's line that made an equation, and its function: `/home/me/train.py:31 (loss)`."""
     traceback = eqn.source_info.traceback

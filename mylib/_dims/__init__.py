@@ -6,7 +6,6 @@ from .equations import (
     bytes_of as bytes_of,
     is_kept as is_kept,
     is_literal as is_literal,
-    is_on_host as is_on_host,
     shape_of as shape_of,
 )
 from .groups import (

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend.core import Literal
 
 from .._compat import names, opened
@@ -70,10 +69,6 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 def bytes_of(aval: Any) -> int:
     size = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(shape_of(aval)) * size
-
-
-def is_on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_of_plan(eqn: Equation) -> bool:

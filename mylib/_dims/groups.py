@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from .._compat import names, opened
 from .._products import products_of_equation
-from .._programs import KERNEL, Looped, jaxprs_in, line_of, loop_of
+from .._programs import KERNEL, Looped, is_on_host, jaxprs_in, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import (
     Equation,
@@ -26,7 +26,6 @@ from .equations import (
     is_kept,
     is_literal,
     is_of_plan,
-    is_on_host,
     shape_of,
 )
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import donation_warning, is_staged, jit, value_under, with_actual_memory_kind
 from .._placement import Target, axis_types, sharding_of, split_over
+from .._programs import is_on_host
 from .._tree import Arrays, Made, Outline, Rest, outlined
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
 from .later import OutShardings
@@ -165,8 +166,7 @@ def _tell_surrounding(call: Call) -> None:
 
 
 def _is_in_host_memory(x: Any) -> bool:
-    space = getattr(getattr(x, "aval", None), "memory_space", None)
-    return space is jax.memory.Space.Host
+    return is_on_host(getattr(x, "aval", None))
 
 
 # The traces that go on here, from the outermost one inwards.

@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 from .._compat import names
-from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, is_on_host, shape_of
-from .._programs import KERNEL, jaxprs_in
+from .._dims import Equation, Nodes, Scope, bytes_of, is_kept, is_literal, shape_of
+from .._programs import KERNEL, is_on_host, jaxprs_in
 
 # As bytes. Smaller arrays don't matter beside weights.
 _SMALL = 1024
