@@ -52,7 +52,8 @@ def description(page: str) -> str:
     return f"{title}, in the documentation of mylib."
 
 
-def described(page: str) -> str:
+def described(page: str, address: str) -> str:
+    """`address` is that of the repository: a picture is named by its whole address."""
     text = html.escape(description(page))
     title = _TITLE.search(page)[1]  # type: ignore[index]
     metas = [
@@ -60,8 +61,16 @@ def described(page: str) -> str:
         f'<meta property="og:title" content="{title}">',
         f'<meta property="og:description" content="{text}">',
         '<meta property="og:type" content="website">',
-        '<meta name="twitter:card" content="summary">',
+        f'<meta name="twitter:card" content="{"summary_large_image" if address else "summary"}">',
     ]
+    if address:
+        card = f"{address}/raw/main/docs/assets/card.png"
+        metas += [
+            f'<meta property="og:image" content="{card}">',
+            '<meta property="og:image:width" content="1200">',
+            '<meta property="og:image:height" content="630">',
+            '<meta property="og:image:alt" content="Five changed lines, and arrays on four devices">',
+        ]
     return _DESCRIPTION.sub(lambda _: "\n".join(metas), page, count=1)
 
 
@@ -137,7 +146,7 @@ def finish(site: Path) -> None:
     terms = glossary((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     for path in sorted(site.rglob("index.html")):
         here = path.relative_to(site)
-        page = folded(described(path.read_text(encoding="utf-8")))
+        page = folded(described(path.read_text(encoding="utf-8"), address))
         page = with_source(page, here, address)
         if here.parts[0] not in ("api", "examples", "glossary", "changelog"):
             page = with_glossary(page, terms, "../" * (len(here.parts) - 1) + "glossary/")
