@@ -33,7 +33,7 @@ function luminance(colours) {  // of colours that are painted over each other
 }
 function faint(root) {  // what is hard to read, each kind once
   const found = new Map();
-  for (const element of root.querySelectorAll("p, li, a, td, th, h1, h2, h3, code, span, label")) {
+  for (const element of root.querySelectorAll("p, li, a, td, th, h1, h2, h3, code, span, label, small")) {
     const text = [...element.childNodes].filter(n => n.nodeType == 3).map(n => n.data).join("");
     if (!text.trim() || element.closest("svg, .output, .headerlink")) continue;
     if (!element.getClientRects().length) continue;
