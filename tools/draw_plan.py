@@ -22,7 +22,8 @@ def draw() -> str:
     notebook = json.loads((ROOT / "examples" / "plan.ipynb").read_text(encoding="utf-8"))
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
     shown = "".join("".join(output.get("data", {}).get("text/html", ())) for output in outputs)
-    picture = next(svg for svg in re.findall(r"<svg.*?</svg>", shown, re.DOTALL) if "<circle" in svg)
+    pictures = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
+    picture = next(picture for picture in pictures if "<circle" in picture)
     head, rest = picture.split(">", 1)
     head = head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
     return f"{head}><style>{_STYLE}</style>{rest}\n"

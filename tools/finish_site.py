@@ -69,7 +69,7 @@ def described(page: str, address: str) -> str:
             f'<meta property="og:image" content="{card}">',
             '<meta property="og:image:width" content="1200">',
             '<meta property="og:image:height" content="630">',
-            '<meta property="og:image:alt" content="Five changed lines, and arrays on four devices">',
+            '<meta property="og:image:alt" content="Five changed lines; arrays on four devices">',
         ]
     return _DESCRIPTION.sub(lambda _: "\n".join(metas), page, count=1)
 

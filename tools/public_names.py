@@ -1,8 +1,8 @@
 """An extension of griffe, which reads the docstrings for the API pages.
 
 `mylib.audit` is a function, imported from `mylib/_audit/audit.py`. Griffe takes a name that is both
-for the module; here it becomes what Python finds. In place of a private base of a class its own bases
-are shown.
+for the module; here it becomes what Python finds. In place of a private base of a class its own
+bases are shown.
 """
 
 from typing import Any
