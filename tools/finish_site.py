@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -41,15 +42,17 @@ REDIRECT = """<!doctype html>
 
 
 def description(page: str) -> str:
-    """The first sentence of the text; of a page of the API, its title."""
+    """The first sentence of the text; of a page that has none, its heading or title."""
     title = html.unescape(_TITLE.search(page)[1]).removesuffix(" - mylib")  # type: ignore[index]
     article = _ARTICLE.search(page)
     for paragraph in _PARAGRAPH.findall(article[0] if article else ""):
         text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", paragraph)).split())
-        sentence = re.match(r".*?[.:](?=\s|$)", text)
+        sentence = re.match(r".*?(?:\.(?=\s|$)|:$)", text)
         if sentence and len(sentence[0].split()) > 6 and not sentence[0].startswith("Guide"):
-            return f"{title}: {sentence[0]}"[:250]
-    return f"{title}, in the documentation of mylib."
+            return textwrap.shorten(f"{title}: {sentence[0][:-1]}.", 250, placeholder=" …")
+    heading = re.search(r"<h1[^>]*>(.*?)(?:<a class=\"headerlink|</h1>)", page, re.DOTALL)
+    said = html.unescape(re.sub(r"<[^>]+>", "", heading[1])).strip() if heading else title
+    return f"{said if ':' in said else title}, in the documentation of mylib."
 
 
 def described(page: str, address: str) -> str:
