@@ -157,17 +157,39 @@ def _of_gpu(device: int, plane: Any, known: Collection[str]) -> Iterator[Profile
     for line in plane.lines:
         if not line.name.startswith(jax_names.PROFILE_STREAM_LINE):
             continue
-        for x in line.events:
+        run: ProfiledEvent | None = None
+        kernels: list[str] = []
+        for x in sorted(line.events, key=lambda x: x.start_ns):
             stats = dict(x.stats)
             # Of others, such as copies that no program makes, nothing is known.
-            if stats.keys() >= _KERNEL:
-                name = stats[jax_names.PROFILE_HLO_OP]
-                name = by_kernel.get(x.name, name) if is_command_buffer(name) else name
-                # A copy that a `fusion-start` makes has a name that the program's text hides.
-                is_copy = x.name.startswith(jax_names.PROFILE_COPY) and name not in known
-                beside = is_copy and not is_command_buffer(name)
-                key = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
-                yield ProfiledEvent(device, 0, name, x.start_ns, x.end_ns, key, beside)
+            if not stats.keys() >= _KERNEL:
+                continue
+            name = stats[jax_names.PROFILE_HLO_OP]
+            name = by_kernel.get(x.name, name) if is_command_buffer(name) else name
+            # A copy that a `fusion-start` makes has a name that the program's text hides.
+            is_copy = x.name.startswith(jax_names.PROFILE_COPIES) and name not in known
+            beside = is_copy and not is_command_buffer(name)
+            key = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
+            event = ProfiledEvent(device, 0, name, x.start_ns, x.end_ns, key, beside)
+            if run and run.name == name and _goes_on(kernels, x.name):
+                run = run._replace(end=event.end)
+            else:
+                if run:
+                    yield run
+                run, kernels = event, []
+            kernels.append(x.name)
+        if run:
+            yield run
+
+
+def _goes_on(kernels: Sequence[str], kernel: str) -> bool:
+    """Whether a kernel is of the same execution as those before it: libraries run several for an
+    instruction, and fill memory before, in as many pieces as they like.
+    """
+    if kernel not in kernels:
+        return True
+    is_piece = len({*kernels}) > 1 or kernel.startswith(jax_names.PROFILE_COPIES)
+    return kernel == kernels[-1] and is_piece
 
 
 def _with_calls(events: Iterable[ProfiledEvent], order: Sequence[str]) -> list[ProfiledEvent]:
@@ -194,7 +216,6 @@ def _starts_of_calls(events: Sequence[ProfiledEvent], order: Sequence[str]) -> l
     starts: list[int] = []
     last, ended = -1, True
     for i, x in enumerate(events):
-        # Several kernels in a row may be of one instruction.
         if x.name == first and ended:
             between = range(last + 1, i + 1) if last >= 0 else [0]
             starts.append(max(between, key=lambda j: events[j].start - events[j - 1].end))
