@@ -158,7 +158,7 @@ def in_process(*options: str, **variables: str) -> Measures | None:
 
 
 def pieces(chip: str) -> None:
-    """Rates of the link to the host, and times of `send_dtype` and of `opaque`."""
+    """Rates of the link to the host, and times of `send_dtype`, of `opaque` and of offloading."""
     mesh = mylib.machines.here().mesh(data=-1)
     sheet = mylib.machines.CHIPS[chip].host_bandwidth or 0.0
     here, host = (NamedSharding(mesh, P(), memory_kind=x) for x in ("device", "pinned_host"))
@@ -171,24 +171,55 @@ def pieces(chip: str) -> None:
     for dtype in map(jnp.dtype, (jnp.float8_e4m3fn, jnp.int8)):
         send = jax.jit(jax.vmap(lambda w, dtype=dtype: quantised(w, scales, dtype)))
         use = jax.jit(jax.vmap(lambda x, scale: restored(x, scale, scales, jnp.bfloat16)))
-        times = seconds_of(send, weights), seconds_of(use, *send(weights))
+        times = [seconds_of(send, weights), seconds_of(use, *send(weights))]
         both = [f"{1e6 * x / len(weights):.1f}" for x in times]
         print(f"4096 x 4096 bfloat16 as {dtype}: {both[0]} us to send, {both[1]} us to use")
     q = jax.random.normal(jax.random.key(0), (8, 1024, 16, 64), jnp.bfloat16)
     told = mylib.opaque(on_gpu, like=by_xla)
-    for name, f in ("cuDNN's attention", on_gpu), ("the same in opaque", told):
+    for name, f in [("cuDNN's attention", on_gpu), ("the same in opaque", told)] * 2:
         gradient = jax.grad(lambda *qkv, f=f: jnp.sum(f(*qkv).astype(jnp.float32)), (0, 1, 2))
-        times = [f"{1e6 * seconds_of(jax.jit(g), q, q, q):.0f}" for g in (f, gradient)]
-        print(f"{name}, {q.shape}: {times[0]} us, gradient {times[1]} us")
+        both = [f"{1e6 * seconds_of(jax.jit(g), q, q, q):.0f}" for g in (f, gradient)]
+        print(f"{name}, {q.shape}: {both[0]} us, with its gradient {both[1]} us")
+    offloading()
+
+
+def offloading() -> None:
+    """A scan of 16 layers whose products are saved on the host, on the device, or not at all."""
+    policies = jax.checkpoint_policies
+    weights = jax.random.normal(jax.random.key(0), (16, 4096, 4096), jnp.bfloat16) / 64
+    x = jax.random.normal(jax.random.key(1), (16384, 4096), jnp.bfloat16)
+    for where, policy in {
+        "on the host": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        "on the device": policies.dots_with_no_batch_dims_saveable,
+        "nowhere": None,
+    }.items():
+
+        @mylib.filter_checkpoint(policy=policy, prevent_cse=False)
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return x + jnp.sin(x @ w)
+
+        def loss(weights: jax.Array, layer: Any = layer) -> jax.Array:
+            y, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        compiled = jax.jit(jax.grad(loss)).lower(weights).compile()
+        memory = compiled.memory_analysis()
+        sizes = memory.temp_size_in_bytes / GIB, memory.host_temp_size_in_bytes / GIB
+        print(
+            f"products saved {where}: {1e3 * seconds_of(compiled, weights):.1f} ms, {sizes[0]:.2f} "
+            f"GiB of temporaries, {sizes[1]:.2f} GiB on the host, "
+            f"gradient {jnp.sum(compiled(weights)):.6g}"
+        )
 
 
 def seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
-    jax.block_until_ready(call(*arguments))
-    times = []
-    for _ in range(STEPS):
+    result, times = jax.block_until_ready(call(*arguments)), []
+    for _ in range(5):
         began = time.perf_counter()
-        jax.block_until_ready([call(*arguments) for _ in range(4)])
-        times.append((time.perf_counter() - began) / 4)
+        for _ in range(STEPS):
+            result = call(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - began) / STEPS)
     return median(times)
 
 
