@@ -164,7 +164,7 @@ def _of_gpu(device: int, plane: Any, known: Collection[str]) -> Iterator[Profile
             # Of others, such as copies that no program makes, nothing is known.
             if not stats.keys() >= _KERNEL:
                 continue
-            name = stats[jax_names.PROFILE_HLO_OP]
+            name = str(stats[jax_names.PROFILE_HLO_OP])
             name = by_kernel.get(x.name, name) if is_command_buffer(name) else name
             # A copy that a `fusion-start` makes has a name that the program's text hides.
             is_copy = x.name.startswith(jax_names.PROFILE_COPIES) and name not in known

@@ -146,9 +146,6 @@ def opaque(
         raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
     signature, name = signature_of(fun), getattr(fun, "__name__", "the function")
     how = _how_split(like, dims, whole, axes)
-    # What a partial function has fixed isn't an argument: `like` may be one with other choices.
-    fixed = fun.keywords if isinstance(fun, functools.partial) else {}
-    presets = {key for key, value in fixed.items() if not outlined(value)[0]}
     if (bwd is not None or how is not None) and outlined(fun)[0]:
         raise TypeError(
             f"opaque: {name} holds arrays, and bwd, like and dims speak of arguments only. Write a "
@@ -159,7 +156,7 @@ def opaque(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        for preset in presets - kwargs.keys():
+        for preset in _presets(fun) - kwargs.keys():
             bound.arguments.pop(preset, None)
         if bwd is not None and bound.kwargs:
             raise TypeError(
@@ -179,6 +176,12 @@ def opaque(
         return call(cast(arrays, varying_over))
 
     return wrapped
+
+
+def _presets(fun: Any) -> set[str]:
+    """What a partial function has fixed, which isn't an argument: `like` may have fixed another."""
+    fixed = fun.keywords if isinstance(fun, functools.partial) else {}
+    return {key for key, value in fixed.items() if not outlined(value)[0]}
 
 
 @dataclass(eq=False)

@@ -172,7 +172,6 @@ class TestLike:
         with pytest.raises(TypeError, match='(?s)it calls pure_callback.*dims="a b -> c d"'):
             mylib.opaque(reference, like=reference)(jnp.ones((4, 4)))
 
-
     def test_what_a_partial_function_has_fixed_is_its_own(self):
         """Options of the kernel aren't those of the reference, and derivatives allow them."""
 
