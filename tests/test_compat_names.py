@@ -1008,4 +1008,5 @@ def test_what_a_profile_is_made_of(tmp_path):
     of_cpus = {"HOST_PLANE", "PYTHON_LINE", "END_OF_EVENT", "CONSUMER"}
     assert {x.removeprefix("PROFILE_") for x in wanted} - of_cpus == {
         "DEVICE_PLANE", "MODULES_LINE", "STREAM_LINE", "OPS_LINE", "ASYNC_LINE", "COMMAND_BUFFER",
+        "COPIES",
     }  # fmt: skip
