@@ -28,7 +28,8 @@ class Estimate:
     - `parts`: the seconds of each part: `"compute"`, `"memory"`, and `"communication over ..."` the
         mesh axes.
     - `exposed`: the seconds in which a device waits for communication, which are a part of
-        `seconds`. The rest of the communication is hidden behind computation.
+        `seconds`. The rest of the communication is hidden behind computation. Waiting for copies to
+        and from the host is not among them.
     - `bound_by`: the part that takes longest.
     - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
     - `assumptions`: the assumptions of the estimate.
@@ -111,12 +112,15 @@ def estimate(
     most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     most += communication + copied
     low = max(low, communication, copied)
-    total = played(work.schedule, real, [each for each, _ in links])
+    each_takes = [each for each, _ in links]
+    total = played(work.schedule, real, each_takes)
+    # As if copies took no time: what is waited for beyond that is the host.
+    communicating = played(work.schedule, real._replace(host=math.inf), each_takes)
     return Estimate(
         seconds=total,
         interval=(min(total, low), math.inf if work.unknown or unknown else most),
         parts=parts,
-        exposed=max(0.0, total - body),
+        exposed=max(0.0, communicating - body),
         bound_by=max(parts, key=lambda name: parts[name]),
         unknown=work.unknown,
         assumptions=tuple(dict.fromkeys(assumed)),

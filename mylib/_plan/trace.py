@@ -20,6 +20,7 @@ from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._lines import line_that_raised
+from .._matrices import MatrixState
 from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
@@ -151,6 +152,10 @@ class Together:
     members: list[tuple[str, int, int]]
 
 
+def is_matrix_state(x: Any) -> bool:
+    return isinstance(x, MatrixState) and bool(x.layout.groups)
+
+
 @dataclass(eq=False)
 class TracedStep:
     """A step that has been traced with a policy. `inputs` are the first arguments of layers, and
@@ -218,6 +223,12 @@ class TracedStep:
         return {
             role.path + path: (role, path) for role in self.models.values() for path in role.shapes
         }
+
+    @cached_property
+    def states(self) -> dict[str, MatrixState]:
+        """The states of `by_matrix` among the arguments, by their paths."""
+        leaves = jtu.tree_flatten_with_path(self.step.args, is_leaf=is_matrix_state)[0]
+        return {jtu.keystr(path): x for path, x in leaves if is_matrix_state(x)}
 
     @cached_property
     def groups(self) -> list[Together]:
