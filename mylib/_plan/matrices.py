@@ -33,7 +33,9 @@ def check_states(args: Any) -> None:
 def laid_out(tree: Any, spec_at: SpecAt, mesh: AnyMesh) -> Any:
     """A tree without numbers, with the states of `by_matrix` as they are on a mesh."""
     return jtu.tree_map(
-        lambda x: _on_mesh(x, spec_at, mesh) if is_matrix_state(x) else x, tree, is_leaf=is_matrix_state
+        lambda x: _on_mesh(x, spec_at, mesh) if is_matrix_state(x) else x,
+        tree,
+        is_leaf=is_matrix_state,
     )
 
 

@@ -194,7 +194,9 @@ def test_elements_of_tuples_in_the_short_form_of_dumps():
     """`%while.1#0` in place of a get-tuple-element: it isn't the whole tuple."""
     short = re.sub(r"%[\w.\-]*get-tuple-element[\w.\-]*(?=[,)])", "%while.1#0", TEXT)
     assert short != TEXT
-    with pytest.raises(mylib.AuditError, match=r"uses %while.1#0, an element of a tuple, .*as_text"):
+    with pytest.raises(
+        mylib.AuditError, match=r"uses %while.1#0, an element of a tuple, .*as_text"
+    ):
         mylib.audit(short, mesh=MESH)
 
 
