@@ -118,7 +118,7 @@ class Plan:
     - `stacked`: the paths of models with stacked layers.
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
-        the plan was read from text or from JAX's compilation cache.
+        the plan was read from text.
     """
 
     machine: Machine
