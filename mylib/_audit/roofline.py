@@ -102,29 +102,39 @@ def estimate(
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    copied = sum(op.times * real.copying(op) for op in work.operations)
-    unknown = any(op.host for op in work.operations) and math.isinf(real.host)
-    if unknown:
-        assumed.append("copies to and from the host cost nothing, as their rate is not known")
-    elif copied:
-        parts["host memory"] = copied
-        assumed.append("copies to and from the host run beside the operations of their iteration")
-    most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
-    most += communication + copied
+    copied, about_copies = _copies(work, real)
+    parts |= {"host memory": copied} if copied else {}
+    assumed += about_copies
+    most = communication + copied
+    most += sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     low = max(low, communication, copied)
-    each_takes = [each for each, _ in links]
-    total = played(work.schedule, real, each_takes)
-    # As if copies took no time: what is waited for beyond that is the host.
-    communicating = played(work.schedule, real._replace(host=math.inf), each_takes)
+    # Then as if copies took no time: what is waited for beyond that is the host.
+    total, communicating = (
+        played(work.schedule, speed, [each for each, _ in links])
+        for speed in (real, real._replace(host=math.inf))
+    )
     return Estimate(
         seconds=total,
-        interval=(min(total, low), math.inf if work.unknown or unknown else most),
+        interval=(
+            min(total, low),
+            math.inf if work.unknown or (about_copies and not copied) else most,
+        ),
         parts=parts,
         exposed=max(0.0, communicating - body),
         bound_by=max(parts, key=lambda name: parts[name]),
         unknown=work.unknown,
         assumptions=tuple(dict.fromkeys(assumed)),
     )
+
+
+def _copies(work: Work, real: Speed) -> tuple[float, list[str]]:
+    """The seconds of copies between the device and its host, and what is assumed about them."""
+    copied = sum(op.times * real.copying(op) for op in work.operations)
+    if copied:
+        return copied, ["copies to and from the host run beside the operations of their iteration"]
+    if any(op.host for op in work.operations):
+        return 0.0, ["copies to and from the host cost nothing, as their rate is not known"]
+    return 0.0, []
 
 
 def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
