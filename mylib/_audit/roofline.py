@@ -71,6 +71,11 @@ def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
+_ONE_AT_A_TIME = (
+    "one collective runs at a time, beside the operations that are scheduled before its end"
+)
+
+
 def estimate(
     work: Work,
     sent: Sequence[Message],
@@ -88,10 +93,7 @@ def estimate(
     if measured is not None:
         slowest = real = measured_speed(measured, ideal, real)
         assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
-    assumed += [
-        _reached(real),
-        "one collective runs at a time, beside the operations that are scheduled before its end",
-    ]
+    assumed += [_reached(real), _ONE_AT_A_TIME]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
@@ -102,10 +104,10 @@ def estimate(
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    copied, about_copies = _copies(work, real)
+    copied, most_copied, about_copies = _copies(work, real)
     parts |= {"host memory": copied} if copied else {}
     assumed += about_copies
-    most = communication + copied
+    most = communication + most_copied
     most += sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     low = max(low, communication, copied)
     # Then as if copies took no time: what is waited for beyond that is the host.
@@ -117,7 +119,7 @@ def estimate(
         seconds=total,
         interval=(
             min(total, low),
-            math.inf if work.unknown or (about_copies and not copied) else most,
+            math.inf if work.unknown else most,
         ),
         parts=parts,
         exposed=max(0.0, communicating - body),
@@ -127,14 +129,18 @@ def estimate(
     )
 
 
-def _copies(work: Work, real: Speed) -> tuple[float, list[str]]:
-    """The seconds of copies between the device and its host, and what is assumed about them."""
+def _copies(work: Work, real: Speed) -> tuple[float, float, list[str]]:
+    """The seconds of copies between the device and its host, those at most, and what is assumed
+    about them.
+    """
     copied = sum(op.times * real.copying(op) for op in work.operations)
     if copied:
-        return copied, ["copies to and from the host run beside the operations of their iteration"]
+        text = "copies to and from the host run beside the operations of their iteration"
+        return copied, copied, [text]
     if any(op.host for op in work.operations):
-        return 0.0, ["copies to and from the host cost nothing, as their rate is not known"]
-    return 0.0, []
+        text = "copies to and from the host cost nothing, as their rate is not known"
+        return 0.0, math.inf, [text]
+    return 0.0, 0.0, []
 
 
 def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:
