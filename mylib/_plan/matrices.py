@@ -44,6 +44,7 @@ def _on_mesh(state: MatrixState, spec_at: SpecAt, mesh: AnyMesh) -> MatrixState:
     weights = jtu.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]
     shardings: list[NamedSharding] = []
     for path, _ in weights:
+        # Not whole instead: the figures would be those of another program.
         spec = spec_at(path)
         if spec is None:
             raise PlanError(

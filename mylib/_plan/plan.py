@@ -274,6 +274,7 @@ class _Search:
         others = [x for x in possible if x not in chosen] if self.count else []
         for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
             begun = time.monotonic()
+            # The first is compiled whatever it takes: without any there is no plan.
             if i and begun + longest > start + self.budget:
                 return
             if i >= self.count and best < math.inf:
@@ -306,7 +307,7 @@ class _Search:
             self.is_interrupted = True
 
 
-# How often each candidate is called, after a first time.
+# How often each candidate is called, after a first time. A guess: more take longer.
 _CALLS = 5
 
 
@@ -360,6 +361,7 @@ def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
         least.strategy.sizes[x] for x in least.strategy.rows
     )
     prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
+    # The model of a price, as nothing is left to compile: the text says so.
     counts = (n for n in range(2, rows + 1) if rows % n == 0)
     count = next((n for n in counts if prices.memory(least.strategy, n) <= limit), None)
     if count is None:

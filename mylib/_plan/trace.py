@@ -116,6 +116,7 @@ def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[Calle
 
 
 def _has_rows(x: Any) -> bool:
+    # By shape alone, which several arguments may have: the first of them is the batch.
     if not is_array(x, abstract=True) or is_of_keys(x):
         return False
     # Keys of `jax.random.PRNGKey` look like a batch of two numbers.
@@ -453,6 +454,7 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
         # Under `jax.vmap` a layer doesn't see the rows.
         if len(seen) > (rank or 0):
             seen = tuple(x for x in seen if x not in rows)
+        # What isn't understood is saved whole, as without `saved=`.
         if rank is None or len(seen) != rank:
             return None
         free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]
