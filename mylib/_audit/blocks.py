@@ -94,7 +94,9 @@ def after_gather(x: Instruction, at: At) -> At | None:
     if not whole or len(rows) != 1 or numbers(x.attributes.get("offset_dims", "")) != others:
         return None
     order = _permutation(x.operand(1), x.arrays[0].shape[rows[0]])
-    return order and at._replace(order=order) if [at.dim] == rows else at if order else None
+    if order is None:
+        return None
+    return at._replace(order=order) if [at.dim] == rows else at
 
 
 def _permutation(x: Instruction, count: int) -> str | None:
