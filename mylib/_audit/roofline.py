@@ -117,10 +117,7 @@ def estimate(
     )
     return Estimate(
         seconds=total,
-        interval=(
-            min(total, low),
-            math.inf if work.unknown else most,
-        ),
+        interval=(min(total, low), math.inf if work.unknown else most),
         parts=parts,
         exposed=max(0.0, communicating - body),
         bound_by=max(parts, key=lambda name: parts[name]),
