@@ -693,11 +693,6 @@ def donated_again():
     f(x), f(x)
 
 
-def donated_twice():
-    x = X + 1
-    jax.jit(lambda x, y: (x + 1, y + 2), donate_argnums=(0, 1))(x, x)
-
-
 def no_mesh():
     try:
         jax.jit(lambda x: jax.sharding.reshard(x, SPLIT))(X)
@@ -718,7 +713,6 @@ def other_type():
 ERRORS = {
     "TEXT_CLOSING_OVER": closing_over,
     "TEXT_DELETED": donated_again,
-    "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
     "TEXT_NO_MESH": no_mesh,
     "TEXT_OTHER_MESH": other_mesh,

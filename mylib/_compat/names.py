@@ -306,8 +306,6 @@ SCOPE_CONDITION = "cond"
 
 # A donated array is passed again.
 TEXT_DELETED = "deleted"
-# Two donated arguments are the same array.
-TEXT_DONATE = "donate"
 # The start of JAX's warning, which names no array.
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
 # A PartitionSpec without a mesh.

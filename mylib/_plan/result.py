@@ -21,13 +21,13 @@ from .._text import listed, show_bytes, table
 from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
-from .code import code_of, spec_text
-from .fixes import Spec
+from .code import code_of
 from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
 from .trace import PlanError, PlannedStep
 
+# Of the next and of the rejected candidates, so that a plan fits a screen.
 _SHOWN = 6
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
 # called a tie is listed with the plan.
@@ -118,7 +118,7 @@ class Plan:
     - `stacked`: the paths of models with stacked layers.
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
-        the plan was read from text or from JAX's compilation cache.
+        the plan was read from text.
     """
 
     machine: Machine
@@ -163,6 +163,7 @@ class Plan:
     def mesh(self) -> Mesh | AbstractMesh:
         try:
             return self._mesh
+        # Without its compiler nothing can be compiled for it, but rules can be resolved.
         except CompilerError:
             types = (AxisType.Auto,) * len(self.axes)
             return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
@@ -342,49 +343,6 @@ class Plan:
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
-    def diff(self, other: "Plan") -> str:
-        """How another plan differs from this one.
-
-        **Arguments:**
-
-        - `other`: the other plan.
-
-        **Returns:**
-
-        A line for each difference; empty text if there is none.
-        """
-        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
-        ours, theirs = (
-            json.loads(plan.as_text()) | {"machine": machine}
-            for plan, machine in zip((self, other), machines, strict=True)
-        )
-        lines = [
-            f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in (
-                "machine",
-                "axes",
-                "policy",
-                "micro_batches",
-                "saved",
-                "dtype",
-                "send_dtype",
-                "layers",
-                "memory",
-            )
-            if ours[name] != theirs[name]
-        ]
-        for part in ("arguments", "used"):
-            for key in dict.fromkeys([*ours[part], *theirs[part]]):
-                a, b = (_frozen(x[part].get(key, {})) for x in (ours, theirs))
-                plan = self if key in ours[part] else other
-                what = key if part == "arguments" else f"used {plan.applying.called(key)}"
-                lines += [
-                    f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
-                    for path in dict.fromkeys([*a, *b])
-                    if a.get(path) != b.get(path)
-                ]
-        return "\n".join(lines)
-
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
         comments say what to call in the loss. Classes of layers that can't be imported, such as a
@@ -513,10 +471,6 @@ def _modelled(x: Candidate) -> str:
     if x.source == "modelled" or x.modelled is None:
         return ""
     return f" ({x.modelled * 1e3:.3g} ms modelled)"
-
-
-def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
-    return spec_text(specs[path]) if path in specs else "not there"
 
 
 def _frozen(x: Any) -> Any:
