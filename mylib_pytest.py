@@ -7,7 +7,8 @@ It is no part of the package because pytest would then import JAX in every sessi
 import gc
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="PROCESS",
         help="open a debugger where a test fails in this process; --pdb takes the first that fails",
     )
+    try:
+        parser.getgroup("mylib").addoption(
+            "--snapshot-update",
+            action="store_true",
+            help="write the snapshots of programs that the fixture program_snapshot compares with",
+        )
+    except ValueError:
+        pass  # another plugin has an option of this name, and means the same by it
     group = parser.getgroup("compilers", "tests that compile for machines that are not here")
     group.addoption(
         "--require-compilers",
@@ -138,6 +147,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark(items)
     if _member not in config.stash:
         config.pluginmanager.register(Controller(config))
+
+
+@pytest.fixture
+def program_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compares what `mylib.audit` returns with a file that an earlier run has written, in a folder
+    `snapshots` beside the test. `--snapshot-update` writes it.
+    """
+    from mylib.testing import check_snapshot
+
+    update = bool(request.config.getoption("--snapshot-update"))
+    folder = request.path.parent / "snapshots" / request.path.stem
+
+    def check(report: Any, name: str | None = None) -> None:
+        stem = re.sub(r"[^\w.-]+", "-", name or request.node.name).strip("-")
+        check_snapshot(report, folder / f"{stem}.txt", update=update)
+
+    return check
 
 
 @pytest.fixture

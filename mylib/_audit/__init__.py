@@ -24,6 +24,7 @@ from .report import (
     what_of as what_of,
 )
 from .roofline import Estimate as Estimate, speeds as speeds
+from .snapshot import check_snapshot as check_snapshot
 from .work import Work as Work
 
 # Tracebacks and pickles then show the public names.

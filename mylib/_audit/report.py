@@ -397,7 +397,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     return (
         ("≤ " if c.sometimes else "") + times,
         c.kind,
-        _over(c),
+        over(c),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
         {True: "inserted", False: "written", None: "?"}[c.inserted],
@@ -407,7 +407,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     )
 
 
-def _over(c: Collective) -> str:
+def over(c: Collective) -> str:
     return "?" if c.axes is None else ", ".join(c.axes)
 
 

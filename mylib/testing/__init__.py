@@ -3,6 +3,7 @@
 Its pytest plugin is `mylib_pytest`.
 """
 
+from .._audit import check_snapshot as check_snapshot
 from .._verify import (
     Compared as Compared,
     Verified as Verified,
