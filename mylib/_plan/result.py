@@ -21,7 +21,8 @@ from .._text import listed, show_bytes, table
 from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
-from .code import code_of
+from .code import code_of, spec_text
+from .fixes import Spec
 from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
@@ -343,6 +344,49 @@ class Plan:
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
+    def diff(self, other: "Plan") -> str:
+        """How another plan differs from this one.
+
+        **Arguments:**
+
+        - `other`: the other plan.
+
+        **Returns:**
+
+        A line for each difference; empty text if there is none.
+        """
+        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
+        ours, theirs = (
+            json.loads(plan.as_text()) | {"machine": machine}
+            for plan, machine in zip((self, other), machines, strict=True)
+        )
+        lines = [
+            f"{name}: {ours[name]} -> {theirs[name]}"
+            for name in (
+                "machine",
+                "axes",
+                "policy",
+                "micro_batches",
+                "saved",
+                "dtype",
+                "send_dtype",
+                "layers",
+                "memory",
+            )
+            if ours[name] != theirs[name]
+        ]
+        for part in ("arguments", "used"):
+            for key in dict.fromkeys([*ours[part], *theirs[part]]):
+                a, b = (_frozen(x[part].get(key, {})) for x in (ours, theirs))
+                plan = self if key in ours[part] else other
+                what = key if part == "arguments" else f"used {plan.applying.called(key)}"
+                lines += [
+                    f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
+                    for path in dict.fromkeys([*a, *b])
+                    if a.get(path) != b.get(path)
+                ]
+        return "\n".join(lines)
+
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
         comments say what to call in the loss. Classes of layers that can't be imported, such as a
@@ -471,6 +515,10 @@ def _modelled(x: Candidate) -> str:
     if x.source == "modelled" or x.modelled is None:
         return ""
     return f" ({x.modelled * 1e3:.3g} ms modelled)"
+
+
+def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
+    return spec_text(specs[path]) if path in specs else "not there"
 
 
 def _frozen(x: Any) -> Any:

@@ -575,7 +575,7 @@ def look_at(plan, args):
     """What a plan tells, and that it can be saved."""
     text = plan.as_text()
     saved = mylib.Plan.of(text, layers=plan.layers)
-    assert saved == plan and saved.as_text() == text
+    assert saved == plan and saved.as_text() == text and not plan.diff(saved)
     assert repr(plan) and plan._repr_html_()
     assert "was chosen" in plan.why_not(plan.chosen.name)
     for x in (*plan.others, *plan.rejected):

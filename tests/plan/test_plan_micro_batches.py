@@ -77,7 +77,7 @@ def test_more_of_them_take_less_memory():
     held = [memory_of(plan, name) for name in names]
     assert held == sorted(held, reverse=True)
     assert plan.micro_batches == 1
-    assert planned(1e9, (2,)).micro_batches == 2
+    assert "micro_batches" in planned(1e9, (2,)).diff(plan)
 
 
 def test_as_many_are_chosen_as_fit():

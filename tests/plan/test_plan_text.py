@@ -44,7 +44,7 @@ def test_machines(plan):
     for ours in plans:
         again = mylib.Plan.of(ours.as_text())
         assert again == ours and again.machine == ours.machine and hash(again) == hash(ours)
-        assert str(again) == str(ours)
+        assert str(again) == str(ours) and not ours.diff(again)
     for a, b in itertools.combinations(plans, 2):
         assert a != b and a.machine != b.machine
 
@@ -71,6 +71,13 @@ def test_every_field_counts(plan):
     # Another class of the same name.
     again = type("Linear", (), {"__module__": eqx.nn.Linear.__module__})
     assert replace(plan, applying=replace(plan.applying, layers=(again,))) != plan
+
+
+def test_diff_of_machines(plan):
+    other = replace(plan, machine=machines.gpu("h100", hosts=16, devices_per_host=4))
+    assert plan.diff(other) == (
+        "machine: h100 x 64: 64 devices on 8 hosts -> h100 16x4: 64 devices on 16 hosts"
+    )
 
 
 def test_on_the_cluster():

@@ -48,6 +48,7 @@ class TestPlan:
         again = mylib.Plan.of(text)
         assert again == made and again.as_text() == text and hash(again) == hash(made)
         assert modelled(STEP, *MLP, axes={"data": 4, "model": 2}) == made
+        assert not made.diff(again)
 
     def test_other_texts(self, made):
         with pytest.raises(ValueError, match="this isn't the text of a plan, or that of another"):
@@ -60,6 +61,12 @@ class TestPlan:
     def test_differs(self, made):
         other = modelled(STEP, *MLP, axes={"data": 8})
         assert other != made
+        diff = made.diff(other)
+        assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
+        more = modelled(lambda a, b, c, m: jax.vmap(m)(a), *MLP[:1], None, None, MLP[1])
+        assert "used m.layers[0].weight: not there -> " in made.diff(more)
+        weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
+        assert weight.endswith(" -> P()") and '"model"' in weight
 
     def test_moments_are_where_their_weights_are(self, made):
         model = made.applying.arguments["model"]
@@ -654,11 +661,10 @@ def test_weights_are_sent_in_8_bits_only_if_asked():
     gathers = "gathers of weights"
     assert 0.5 <= sent.parts.pop(gathers) / plain.parts.pop(gathers) < 1
     assert sent.parts == plain.parts and not any("sends" in x for x in {*candidates} - {sent.name})
-    unasked, asked = modelled(STEP, *MLP, **options), plan
-    assert unasked.chosen == asked.chosen and unasked.applying == asked.applying
+    assert modelled(STEP, *MLP, **options).diff(plan) == ""
     chosen = replace(plan, applying=replace(plan.applying, send_dtype="int8"))
     assert mylib.Plan.of(chosen.as_text()) == chosen and "send_dtype=jnp.int8" in chosen.code()
-    assert plan != chosen
+    assert plan.diff(chosen) == "send_dtype: None -> int8"
     with pytest.raises(ValueError, match="send_dtypes"):
         modelled(STEP, *MLP, send_dtypes=["bfloat16"], **options)
 
