@@ -32,6 +32,7 @@ ORDER = (
     "_matrices",
     "_fsdp",
     "_jit",
+    "_interpreter",
     "_lowered",
     "_advice",
     "_audit",

@@ -61,6 +61,7 @@ from mylib._compat import (
     set_label,
     sharding_under,
     start_transfer_server,
+    text_with_constants,
     trace_kind,
     trace_of,
     traces_here,
@@ -212,6 +213,10 @@ USES = {
     "jax._src.dispatch.prim_requires_devices_during_lowering.add": (
         "the primitives whose rules for lowering get `abstract_mesh` and `device_assignment` in "
         "`ctx.module_context.axis_context`, where programs have shardings"
+    ),
+    "jaxlib._hlo.HloPrintOptions": (
+        "what `hlo_modules()[0].to_string` of an executable prints: with `print_large_constants`, "
+        "also the numbers that `as_text` leaves out"
     ),
     "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
 }
@@ -485,6 +490,12 @@ class TestPrivateNames:
         assert host_callbacks(jax.jit(calls).lower(X).compile()) == 1
         again = deserialized(serialized(compiled), lowered, devices)
         assert again.as_text() == compiled.as_text()
+
+    def test_texts_with_constants(self):
+        numbers = np.arange(100.0, dtype=np.float32)
+        compiled = jax.jit(lambda x: x + numbers).lower(numbers).compile()
+        assert "98, 99}" not in compiled.as_text()
+        assert "98, 99}" in text_with_constants(compiled), advice("jaxlib._hlo.HloPrintOptions")
 
     def test_open_and_closed_jaxprs(self):
         inner = jaxprs_in(jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0])[0]

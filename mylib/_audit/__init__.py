@@ -6,8 +6,21 @@ from .attribution import (
     products_by_triton as products_by_triton,
 )
 from .audit import audit as audit, report_of as report_of
-from .groups import Groups as Groups, MeshAxes as MeshAxes, axis_of as axis_of
-from .hlo import Array as Array, HloModule as HloModule
+from .groups import (
+    Groups as Groups,
+    MeshAxes as MeshAxes,
+    axis_of as axis_of,
+    groups_of as groups_of,
+    pairs_of as pairs_of,
+)
+from .hlo import (
+    Array as Array,
+    Computation as Computation,
+    HloModule as HloModule,
+    Instruction as Instruction,
+    arrays_of as arrays_of,
+    elements_of as elements_of,
+)
 from .links import Message as Message, seconds as seconds
 from .memory import memory_of as memory_of
 from .report import (

@@ -66,6 +66,7 @@ from .private import (
     set_once as set_once,
     sharding_under as sharding_under,
     start_transfer_server as start_transfer_server,
+    text_with_constants as text_with_constants,
     tpu_is_here as tpu_is_here,
     trace_kind as trace_kind,
     trace_of as trace_of,

@@ -87,6 +87,7 @@ sharding_impls = _Private("jax._src.sharding_impls")
 traceback_util = _Private("jax._src.traceback_util")
 xla_bridge = _Private("jax._src.xla_bridge")
 xla_client = _Private("jaxlib.xla_client")
+hlo = _Private("jaxlib._hlo")
 
 
 def jit(fun: Callable[..., Any], **options: Any) -> Any:
@@ -740,6 +741,18 @@ def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:
 def _unloaded(compiled: jax.stages.Compiled) -> Any:
     """The parts of an executable that JAX keeps to serialise it."""
     return compiled._executable._unloaded_executable  # pyright: ignore
+
+
+def text_with_constants(compiled: jax.stages.Compiled) -> str:
+    """The text of a compiled program, without lines of Python. `as_text` leaves the numbers of
+    large constants out.
+    """
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    options.print_backend_config = True
+    options.print_metadata = False
+    (module,) = compiled.runtime_executable().hlo_modules()  # pyright: ignore
+    return module.to_string(options)
 
 
 def host_callbacks(compiled: jax.stages.Compiled) -> int:

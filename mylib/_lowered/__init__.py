@@ -5,4 +5,5 @@ from .lowered import (
     Lowered as Lowered,
     Origin as Origin,
     argument as argument,
+    call_with as call_with,
 )

@@ -232,6 +232,11 @@ class Compiled:
         return result
 
 
+def call_with(compiled: Compiled, program: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function with another program in place of the compiled one."""
+    return compiled._origin.call(program, False, args, kwargs)  # pyright: ignore[reportPrivateUsage]
+
+
 def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
     """`benchmarks/gpu.py` shows what becomes of such programs."""
     cudnn, triton = kernels_of_cudnn(program), products_by_triton(program)

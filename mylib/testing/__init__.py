@@ -4,6 +4,7 @@ Its pytest plugin is `mylib_pytest`.
 """
 
 from .._audit import check_snapshot as check_snapshot
+from .._interpreter import run_here as run_here
 from .._verify import (
     Compared as Compared,
     Verified as Verified,

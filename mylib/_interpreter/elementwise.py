@@ -2,12 +2,17 @@
 shape.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import scipy.special
-from hlo_layouts import dtype_in_memory, dtype_of
+
+from .._audit import Instruction
+from .layouts import dtype_in_memory, dtype_of
 
 
-def _divided(a, b):
+def _divided(a: Any, b: Any) -> Any:
     if np.issubdtype(a.dtype, np.inexact):
         return a / b
     # Towards zero; division by zero is -1.
@@ -16,8 +21,8 @@ def _divided(a, b):
     return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
 
 
-def _shift(shift, past=None):
-    def run(a, b):
+def _shift(shift: Any, past: Any = None) -> Any:
+    def run(a: Any, b: Any) -> Any:
         bits = 8 * a.dtype.itemsize
         inside = (b >= 0) & (b < bits)
         shifted = shift(a, np.where(inside, b, 0).astype(b.dtype))
@@ -26,20 +31,20 @@ def _shift(shift, past=None):
     return run
 
 
-def _unsigned(a):
+def _unsigned(a: Any) -> Any:
     return a.view(a.dtype.str.replace("i", "u"))
 
 
-def _leading_zeros(a):
+def _leading_zeros(a: Any) -> Any:
     bits = 8 * a.dtype.itemsize
     return sum((_unsigned(a) >> i == 0).astype(a.dtype) for i in range(bits))
 
 
-def _identity(a):
+def _identity(a: Any) -> Any:
     return a
 
 
-FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "negate": np.negative, "exponential": np.exp, "log": np.log, "sqrt": np.sqrt,
     "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "cosine": np.cos, "sine": np.sin,
     "tan": np.tan, "floor": np.floor, "ceil": np.ceil, "sign": np.sign, "cbrt": np.cbrt,
@@ -68,27 +73,27 @@ _COMPARISONS = {
 }  # fmt: skip
 
 
-def compare(run, x, a, b):
+def _compare(run: Any, x: Instruction, a: Any, b: Any) -> Any:
     if x.attributes.get("type") == "TOTALORDER" and np.issubdtype(a.dtype, np.floating):
         # NaN is the largest number there.
         a, b = (np.where(np.isnan(v), np.inf, v) for v in (a, b))
     return _COMPARISONS[x.attribute("direction")](a, b)
 
 
-def select(run, x, which, a, b):
+def _select(run: Any, x: Instruction, which: Any, a: Any, b: Any) -> Any:
     return np.where(fitting(which, a), a, b)
 
 
-def clamp(run, x, low, a, high):
+def _clamp(run: Any, x: Instruction, low: Any, a: Any, high: Any) -> Any:
     return np.minimum(np.maximum(a, fitting(low, a)), fitting(high, a))
 
 
-def fitting(scalar, like):
+def fitting(scalar: Any, like: Any) -> Any:
     """A number for each device, or an array of the same shape."""
     return scalar.reshape(scalar.shape + (1,) * (like.ndim - scalar.ndim))
 
 
-def convert(run, x, a):
+def _convert(run: Any, x: Instruction, a: Any) -> Any:
     (array,) = x.arrays
     target = dtype_of(array)
     if np.issubdtype(a.dtype, np.floating) and target.kind in "iu":
@@ -97,10 +102,10 @@ def convert(run, x, a):
     return a.astype(target)
 
 
-RULES = {
-    "compare": compare, "select": select, "clamp": clamp, "convert": convert,
-    "stochastic-convert": convert,
+RULES: dict[str, Callable[..., Any]] = {
+    "compare": _compare, "select": _select, "clamp": _clamp, "convert": _convert,
+    "stochastic-convert": _convert,
     **{
-        name: lambda run, x, *operands, of=of: of(*operands) for name, of in FUNCTIONS.items()
+        name: lambda run, x, *operands, of=of: of(*operands) for name, of in _FUNCTIONS.items()
     },
 }  # fmt: skip

@@ -2,11 +2,15 @@
 
 import re
 from functools import lru_cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES = {
+from .._audit import Array
+from .._errors import AuditError
+
+DTYPES: dict[str, Any] = {
     "pred": np.bool_, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s4": jnp.int4,
     "u4": jnp.uint4, "bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32,
@@ -15,17 +19,18 @@ DTYPES = {
 }  # fmt: skip
 
 
-class UnknownError(NotImplementedError):
-    """A program has something that the interpreter can't compute."""
+def cannot(what: str) -> AuditError:
+    """A program has something that can't be computed here."""
+    return AuditError(f"{what} is not known how to compute here")
 
 
-def dtype_in_memory(array):
+def dtype_in_memory(array: Array) -> np.dtype[Any]:
     if array.dtype not in DTYPES:
-        raise UnknownError(f"the type {array.dtype}")
+        raise cannot(f"the type {array.dtype}")
     return np.dtype(DTYPES[array.dtype])
 
 
-def dtype_of(array):
+def dtype_of(array: Array) -> np.dtype[Any]:
     """With which numbers are computed: all floating-point numbers are float64, so that rounding
     explains next to nothing.
     """
@@ -36,7 +41,7 @@ def dtype_of(array):
 
 
 @lru_cache(maxsize=1000)
-def addresses(array):
+def addresses(array: Array) -> np.ndarray:
     """The address of each element, in the elements' logical order, in units of an element."""
     order, _, tiling = array.layout.partition(":")
     dims = [int(d) for d in order.split(",") if d]
@@ -54,7 +59,7 @@ def addresses(array):
     return physical.transpose(np.argsort(dims)).reshape(-1) if dims else physical.reshape(-1)
 
 
-def _in_tiles(index, sizes, tile):
+def _in_tiles(index: Any, sizes: Any, tile: Any) -> Any:
     """The last dimensions become those of tiles, and those inside a tile."""
     missing = max(len(tile) - len(sizes), 0)
     index, sizes = [np.zeros_like(index[0])] * missing + index, [1] * missing + sizes
@@ -65,11 +70,11 @@ def _in_tiles(index, sizes, tile):
     return index, sizes
 
 
-def bitcast(value, source, target):
+def bitcast(value: np.ndarray, source: Array, target: Array) -> np.ndarray:
     """The same memory, as another array. `value` has the devices in front."""
     if source.dtype != target.dtype:
         if dtype_in_memory(source).itemsize != dtype_in_memory(target).itemsize:
-            raise UnknownError(f"a bitcast of {source.dtype} to {target.dtype}")
+            raise cannot(f"a bitcast of {source.dtype} to {target.dtype}")
         value = reinterpreted(value, source, target)
     there, wanted = addresses(source), addresses(target)
     if not np.array_equal(there, wanted):
@@ -77,12 +82,12 @@ def bitcast(value, source, target):
         element_at[there] = np.arange(there.size)
         picked = element_at[wanted]
         if (picked < 0).any():
-            raise UnknownError(f"a bitcast of {source} to {target} reads padding")
+            raise cannot(f"a bitcast of {source} to {target}, which reads padding")
         value = value.reshape(len(value), -1)[:, picked]
     return value.reshape(len(value), *target.shape)
 
 
-def reinterpreted(value, source, target):
+def reinterpreted(value: np.ndarray, source: Array, target: Array) -> np.ndarray:
     """The bits of numbers as numbers of another type."""
     old, new = dtype_in_memory(source), dtype_in_memory(target)
     bits = np.ascontiguousarray(value.astype(old))

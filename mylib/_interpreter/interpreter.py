@@ -6,39 +6,40 @@ goes on.
 """
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hlo_collectives as collectives
-import hlo_elementwise as elementwise
-import hlo_moves as moves
-import hlo_products as products
 import jax
 import numpy as np
-from hlo_elementwise import fitting
-from hlo_layouts import DTYPES, UnknownError, dtype_of, reinterpreted
 
-from mylib._audit import HloModule
-from mylib._audit.hlo import arrays_of, elements_of
+from .._audit import Computation, HloModule, Instruction, arrays_of, elements_of
+from .._errors import AuditError
+from . import collectives, elementwise, moves, products
+from .elementwise import fitting
+from .layouts import cannot, dtype_in_memory, dtype_of, reinterpreted
 
 
-class Started(NamedTuple):
+class _InFlight(NamedTuple):
     """What `-start` gives to `-done`: the collective's result."""
 
     result: Any
 
 
-class Execution:
-    def __init__(self, text):
+class Interpreter:
+    """A program. It runs for arrays with the devices first: one for each of its arguments."""
+
+    def __init__(self, text: str):
         module = HloModule(text)
         self.entry, self.devices = module.entry, module.devices
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         """The results, each with the devices first, as the arguments."""
         with jax.enable_x64(True), np.errstate(all="ignore"):
             result = self.run(self.entry, args)
         return result if isinstance(result, tuple) else (result,)
 
-    def run(self, computation, args, of_elements=False):
+    def run(self, computation: Computation, args: Any, of_elements: bool = False) -> Any:
         """The result of a computation. `of_elements`: of one for pairs of elements, whose
         arguments are whole arrays.
         """
@@ -57,7 +58,7 @@ class Execution:
                 raise
         return values[computation.result.name]
 
-    def value(self, x, operands, args, of_elements):
+    def value(self, x: Instruction, operands: Any, args: Any, of_elements: bool) -> Any:
         if x.waits:
             started = operands[0]
             if x.form == "update":
@@ -73,16 +74,16 @@ class Execution:
             same = source.dtype == target.dtype
             return operands[0] if same else reinterpreted(operands[0], source, target)
         if x.does not in RULES:
-            raise UnknownError(f"the opcode {x.opcode}")
+            raise cannot(f"the opcode {x.opcode}")
         value = RULES[x.does](self, x, *operands)
-        return Started(value) if x.form == "start" else value
+        return _InFlight(value) if x.form == "start" else value
 
-    def _checked(self, x, value, of_elements):
-        if isinstance(value, Started) or "token" in x.type:
+    def _checked(self, x: Instruction, value: Any, of_elements: bool) -> Any:
+        if isinstance(value, _InFlight) or "token" in x.type:
             return value
         return self._typed(x.type, value, of_elements, x)
 
-    def _typed(self, text, value, of_elements, x):
+    def _typed(self, text: str, value: Any, of_elements: bool, x: Instruction) -> Any:
         if text.startswith("("):
             return tuple(
                 self._typed(part.strip(), v, of_elements, x)
@@ -94,7 +95,7 @@ class Execution:
             raise AssertionError(f"{x} has the shape {value.shape[1:]}")
         return value.astype(dtype_of(array), copy=False)
 
-    def reduced(self, computation, values, axis, start=None):
+    def reduced(self, computation: Computation, values: Any, axis: Any, start: Any = None) -> Any:
         """Arrays reduced along an axis by a computation of pairs of elements."""
         if not values[0].shape[axis]:
             empty = [v.sum(axis) for v in values]
@@ -118,11 +119,11 @@ class Execution:
         return values
 
 
-def _each(value):
+def _each(value: Any) -> Any:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _of_window(x, values):
+def _of_window(x: Instruction, values: Any) -> Any:
     """A part of a collective that the compiler for TPUs has taken apart."""
     if x.row.window == "end":
         return next(values[y.name] for y in x.inputs() if y.does != "parameter")
@@ -132,36 +133,37 @@ def _of_window(x, values):
     return values[collective.operands[0]], result, *rest
 
 
-def _constant(x):
+def _constant(x: Instruction) -> np.ndarray:
     (array,) = x.arrays
-    words = x.rest.replace("{", " ").replace("}", " ").replace(",", " ").split()
-    if array.dtype.startswith("c"):
-        pairs = zip(words[::2], words[1::2], strict=True)
-        words = [complex(float(a.strip("()")), float(b.strip("()"))) for a, b in pairs]
-    read = {"true": True, "false": False}
-    is_whole = array.dtype[0] in "su"
-    flat = [read.get(w, w) if isinstance(w, complex) else read.get(w) for w in words]
-    flat = [
-        value if value is not None else int(w) if is_whole else float(w.replace("-nan", "nan"))
-        for value, w in zip(flat, words, strict=True)
-    ]
+    if "..." in x.rest:
+        raise AuditError(f"{x} is printed without its numbers")
+    words = re.sub(r"/\*.*?\*/|[{}(),]", " ", x.rest).split()
+    numbers: list[Any]
+    if array.dtype == "pred":
+        numbers = [word in ("true", "1") for word in words]
+    elif array.dtype.startswith("c"):
+        numbers = [complex(*map(float, pair)) for pair in zip(words[::2], words[1::2], strict=True)]
+    elif array.dtype[0] in "su":
+        numbers = list(map(int, words))
+    else:
+        numbers = [float(word.replace("-nan", "nan")) for word in words]
     # As it is rounded in the program.
-    exact = np.array(flat, np.float64 if not is_whole and array.dtype[0] in "bf" else None)
-    return exact.astype(DTYPES[array.dtype]).astype(dtype_of(array)).reshape(array.shape)
+    in_memory = np.array(numbers).astype(dtype_in_memory(array))
+    return in_memory.astype(dtype_of(array)).reshape(array.shape)
 
 
-def _collective(run, x, *operands):
+def _collective(run: Any, x: Instruction, *operands: Any) -> Any:
     values = [v for operand in operands for v in _each(operand)]
     results = collectives.sent(run, x, values)
     is_tuple = len(results) > 1 or (x.type.startswith("(") and x.form != "start")
     return tuple(results) if is_tuple else results[0]
 
 
-def _called(run, x, *operands):
+def _called(run: Any, x: Instruction, *operands: Any) -> Any:
     return run.run(x.called, operands)
 
 
-def _loop(run, x, carry):
+def _loop(run: Any, x: Instruction, carry: Any) -> Any:
     condition, body = x.calls
     while True:
         goes_on = run.run(condition, [carry])
@@ -170,12 +172,12 @@ def _loop(run, x, carry):
         carry = _chosen(goes_on, run.run(body, [carry]), carry)
 
 
-def _chosen(which, these, those):
+def _chosen(which: Any, these: Any, those: Any) -> Any:
     """On each device these values or those."""
     return jax.tree.map(lambda a, b: np.where(fitting(which, a), a, b), these, those)
 
 
-def _branch(run, x, which, *operands):
+def _branch(run: Any, x: Instruction, which: Any, *operands: Any) -> Any:
     which = np.where(which, 0, 1) if which.dtype == np.bool_ else which
     last = len(x.calls) - 1
     which = np.where((which < 0) | (which > last), last, which)
@@ -186,7 +188,7 @@ def _branch(run, x, which, *operands):
     return results
 
 
-def _reduce(run, x, *operands):
+def _reduce(run: Any, x: Instruction, *operands: Any) -> Any:
     half = len(operands) // 2
     values, start = operands[:half], operands[half:]
     gone = [1 + d for d in x.dims()]
@@ -197,30 +199,30 @@ def _reduce(run, x, *operands):
     return tuple(results) if x.type.startswith("(") else results[0]
 
 
-def _sort(run, x, *values):
+def _sort(run: Any, x: Instruction, *values: Any) -> Any:
     (dim,) = x.dims()
-    values = [np.moveaxis(v, 1 + dim, -1) for v in values]
-    n = values[0].shape[-1]
-    pairs = [part for v in values for part in (v[..., :, None], v[..., None, :])]
-    before = np.broadcast_to(run.run(x.called, pairs, True), (*values[0].shape, n))
+    moved = [np.moveaxis(v, 1 + dim, -1) for v in values]
+    n = moved[0].shape[-1]
+    pairs = [part for v in moved for part in (v[..., :, None], v[..., None, :])]
+    before = np.broadcast_to(run.run(x.called, pairs, True), (*moved[0].shape, n))
     equal = ~before & ~np.swapaxes(before, -1, -2)
     stays = equal & (np.arange(n)[:, None] < np.arange(n))
     order = np.argsort(np.sum(before | stays, -2), -1)
-    results = [np.moveaxis(np.take_along_axis(v, order, -1), -1, 1 + dim) for v in values]
+    results = [np.moveaxis(np.take_along_axis(v, order, -1), -1, 1 + dim) for v in moved]
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _map(run, x, *values):
+def _map(run: Any, x: Instruction, *values: Any) -> Any:
     return np.broadcast_to(run.run(x.called, values, True), values[0].shape)
 
 
-def _custom_call(run, x, *operands):
+def _custom_call(run: Any, x: Instruction, *operands: Any) -> Any:
     if x.target not in products.TARGETS:
-        raise UnknownError(f"the custom call {x.target}")
+        raise cannot(f"the custom call {x.target}")
     return products.TARGETS[x.target](run, x, *operands)
 
 
-RULES = {
+RULES: dict[str, Callable[..., Any]] = {
     **elementwise.RULES, **moves.RULES, **products.RULES,
     **dict.fromkeys(collectives.KINDS, _collective),
     **dict.fromkeys(("fusion", "call", "async"), _called),

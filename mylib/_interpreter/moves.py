@@ -1,22 +1,26 @@
 """Operations that move elements, on the values of all devices."""
 
 import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from hlo_layouts import UnknownError, bitcast, dtype_of, reinterpreted
 from jax import lax
 
+from .._audit import Computation, Instruction
+from .layouts import bitcast, cannot, dtype_of, reinterpreted
 
-def numbers(text):
+
+def numbers(text: str | None) -> list[int]:
     return [int(n) for n in re.findall(r"-?\d+", text or "")]
 
 
-def _dims(x, name="dimensions"):
+def _dims(x: Instruction, name: str = "dimensions") -> Any:
     return numbers(x.attributes.get(name))
 
 
-def _broadcast(run, x, a):
+def _broadcast(run: Any, x: Instruction, a: Any) -> Any:
     (array,), dims = x.arrays, _dims(x)
     order = np.argsort(dims)
     a = a.transpose(0, *(1 + i for i in order))
@@ -26,23 +30,23 @@ def _broadcast(run, x, a):
     return np.broadcast_to(a.reshape(len(a), *sizes), (len(a), *array.shape))
 
 
-def _reshape(run, x, a):
+def _reshape(run: Any, x: Instruction, a: Any) -> Any:
     return a.reshape(len(a), *x.arrays[0].shape)
 
 
-def _transpose(run, x, a):
+def _transpose(run: Any, x: Instruction, a: Any) -> Any:
     return a.transpose(0, *(1 + d for d in _dims(x)))
 
 
-def _bitcast(run, x, a):
+def _bitcast(run: Any, x: Instruction, a: Any) -> Any:
     return bitcast(a, x.operand(0).arrays[0], x.arrays[0])
 
 
-def _bitcast_convert(run, x, a):
+def _bitcast_convert(run: Any, x: Instruction, a: Any) -> Any:
     return reinterpreted(a, x.operand(0).arrays[0], x.arrays[0])
 
 
-def _iota(run, x):
+def _iota(run: Any, x: Instruction) -> Any:
     (array,) = x.arrays
     (d,) = numbers(x.attribute("iota_dimension"))
     sizes = [array.shape[d] if i == d else 1 for i in range(len(array.shape))]
@@ -50,32 +54,28 @@ def _iota(run, x):
     return np.broadcast_to(line, (run.devices, *array.shape))
 
 
-def _slice(run, x, a):
+def _slice(run: Any, x: Instruction, a: Any) -> Any:
     parts = re.findall(r"[\d:]+", x.attribute("slice"))
     return a[(slice(None), *(slice(*map(int, part.split(":"))) for part in parts))]
 
 
-def _concatenate(run, x, *parts):
+def _concatenate(run: Any, x: Instruction, *parts: Any) -> Any:
     return np.concatenate(parts, 1 + _dims(x)[0])
 
 
-def _reverse(run, x, a):
-    return np.flip(a, [1 + d for d in _dims(x)])
+def _reverse(run: Any, x: Instruction, a: Any) -> Any:
+    return np.flip(a, tuple(1 + d for d in _dims(x)))
 
 
-def padding(text, rank):
-    """For each dimension how much comes before, after, and between."""
-    parts = text.split("x") if rank else []
-    return [(*map(int, part.split("_")), 0)[:3] for part in parts]
-
-
-def _pad(run, x, a, value):
-    widths = padding(x.attribute("padding"), a.ndim - 1)
+def _pad(run: Any, x: Instruction, a: Any, value: Any) -> Any:
+    # For each dimension how much comes before, after, and between.
+    parts = x.attribute("padding").split("x") if a.ndim > 1 else []
+    widths: list[Any] = [(*map(int, part.split("_")), 0)[:3] for part in parts]
     pad = lambda a, value: lax.pad(a, value, widths)  # noqa: E731
     return np.asarray(jax.vmap(pad)(a, value))
 
 
-def _parts(a, starts, sizes):
+def _parts(a: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Iterator[Any]:
     """The part of each device's array from there on, moved so that it is inside."""
     for device in range(len(a)):
         firsts = [
@@ -86,24 +86,24 @@ def _parts(a, starts, sizes):
         yield (device, *cuts)
 
 
-def _dynamic_slice(run, x, a, *starts):
+def _dynamic_slice(run: Any, x: Instruction, a: Any, *starts: Any) -> Any:
     sizes = numbers(x.attribute("dynamic_slice_sizes"))
     return np.stack([a[part] for part in _parts(a, starts, sizes)])
 
 
-def _dynamic_update_slice(run, x, a, new, *starts):
+def _dynamic_update_slice(run: Any, x: Instruction, a: Any, new: Any, *starts: Any) -> Any:
     a = a.copy()
     for device, part in enumerate(_parts(a, starts, new.shape[1:])):
         a[part] = new[device]
     return a
 
 
-def _index_last(indices, x):
+def _index_last(indices: Any, x: Instruction) -> Any:
     dim = int(x.attribute("index_vector_dim"))
     return indices[..., None] if dim == indices.ndim - 1 else np.moveaxis(indices, 1 + dim, -1)
 
 
-def _gather(run, x, a, indices):
+def _gather(run: Any, x: Instruction, a: Any, indices: Any) -> Any:
     names = (
         "offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
         "start_indices_batching_dims",
@@ -120,9 +120,9 @@ _SCATTERS = {
 }  # fmt: skip
 
 
-def _scatter(run, x, a, indices, *new):
+def _scatter(run: Any, x: Instruction, a: Any, indices: Any, *new: Any) -> Any:
     if len(new) != 1:
-        raise UnknownError("scatter of several arrays")
+        raise cannot("scatter of several arrays")
     names = (
         "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
         "input_batching_dims", "scatter_indices_batching_dims",
@@ -134,12 +134,12 @@ def _scatter(run, x, a, indices, *new):
     elif result.opcode in _SCATTERS:
         scatter = _SCATTERS[result.opcode]
     else:
-        raise UnknownError(f"scatter by {result.opcode}")
+        raise cannot(f"scatter by {result.opcode}")
     of_device = lambda a, i, new: scatter(a, i, new, dims, mode="drop")  # noqa: E731
     return np.asarray(jax.vmap(of_device)(a, _index_last(indices, x), new[0].astype(a.dtype)))
 
 
-def operation(computation):
+def operation(computation: Computation) -> Instruction:
     """What a computation of two numbers does, without conversions."""
     result = computation.result
     while result.opcode in ("convert", "bitcast", "copy"):
