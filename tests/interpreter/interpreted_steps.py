@@ -4,12 +4,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 from example_models import program, task_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._tree import is_of_keys, outlined
+from mylib._tree import outlined
 from mylib._verify.arguments import filled
 from mylib.rules import batch as rows
 
@@ -34,15 +33,14 @@ def compiled(name: str, strategy: str, mesh: Mesh) -> jax.stages.Compiled:
         return jax.jit(run, out_shardings=results, keep_unused=True).lower(arrays).compile()
 
 
-def values(name: str, strategy: str) -> list[np.ndarray]:
+def values(name: str, strategy: str) -> list[Any]:
     """Arguments of a step: random weights and moments, and the first batch."""
     running, how = program("running"), program(name).STRATEGIES[strategy]
     task = task_of(name, how)
     make, _ = running.training(task, how, mylib.make_mesh(**how.axes))
     batch = task.batch(0)
     drawn = filled(_shapes(batch, make)[1:], 2, 0)
-    arrays = outlined((batch, *drawn))[0]
-    return [np.asarray(jax.random.key_data(x) if is_of_keys(x) else x) for x in arrays]
+    return outlined((batch, *drawn))[0]
 
 
 def _shapes(batch: Any, make: Any) -> Any:

@@ -163,8 +163,8 @@ WRONG = {
 
 
 def with_copies(made, values):
-    """The results of the program with copies in place of bitcasts to another layout of the same shape. In other
-    programs than that of the ViT such a bitcast may be right: another one undoes it.
+    """The program's results with copies in place of bitcasts to another layout of the same shape.
+    In other programs than that of the ViT such a bitcast may be right: another one undoes it.
     """
     text = text_with_constants(made)
     for x in HloModule(text).instructions():
@@ -173,6 +173,6 @@ def with_copies(made, values):
             orders = {array.layout.partition(":")[0] for array in (source, target)}
             if source.shape == target.shape and len(orders) > 1:
                 text = text.replace(f"{x.name} = {x.type} bitcast(", f"{x.name} = {x.type} copy(")
-    arguments = zip(values, jax.tree.leaves(made.input_shardings), strict=True)
+    arguments = zip(map(np.asarray, values), jax.tree.leaves(made.input_shardings), strict=True)
     results = [(x.shape, x.sharding) for x in jax.tree.leaves(made.out_info)]
     return run_text(text, list(arguments), results)
