@@ -96,7 +96,7 @@ class ReplicaError(_FaultyLeavesError):
 
 class AuditError(MylibError, ValueError):
     """[`mylib.audit`][] can't read a compiled program, or a part of it. There is no report then: an
-    incomplete number would be worse than none.
+    incomplete number would be worse than none. Or [`mylib.testing.run_here`][] can't compute it.
     """
 
 
