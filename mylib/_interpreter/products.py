@@ -210,8 +210,10 @@ TARGETS = {
     ),
     **dict.fromkeys(("AllocateBuffer", "CreateBuffer"), _room),
     **dict.fromkeys(
+        # The last one tells how indices may be kept; tests/interpreter shows that it changes none.
         """Sharding SPMDFullToShardShape SPMDShardToFullShape annotate_device_placement MoveToHost
-        MoveToDevice LayoutConstraint AssumeGatherIndicesInBound""".split(),
+        MoveToDevice LayoutConstraint AssumeGatherIndicesInBound
+        GatherScatterIndicesBitpacked""".split(),
         _first,
     ),
 }  # fmt: skip
