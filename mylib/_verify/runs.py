@@ -1,5 +1,6 @@
 """`verify`: does a step compute on many devices what it computes on one."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._compat import names
-from .._errors import ReplicaError, in_words, listed
+from .._errors import PlacementWarning, ReplicaError, in_words, listed
 from .._jit import filter_jit
 from .._known_faults import known_faults_in
 from .._matrices import to_plain
@@ -296,6 +297,9 @@ class _Runs:
 @contextmanager
 def _as_is(wide: bool) -> Iterator[None]:
     with ExitStack() as stack:
+        # Arguments that are filled here are not where the step keeps them.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", PlacementWarning)
         if wide:
             stack.enter_context(jax.enable_x64(True))
             stack.enter_context(in_own_dtypes(True))
