@@ -146,7 +146,13 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
     what = counted(count, "leaf", "leaves") if count else "the tree"
-    return "\n".join([f"{beginning} {what}:", *listed(alike, "all of them are in `.faults`")])
+    where = "all of them are in `.faults`"
+    if count > 1 and len(alike) == 1:
+        # One cause of many leaves comes before their names.
+        ((request, _, instead), named) = next(iter(alike.items()))
+        first = [f"{beginning} {what}: {faults[0].reason}", f"  {request}", f"  {instead}"]
+        return "\n".join([*first, *listed({(): named}, where)])
+    return "\n".join([f"{beginning} {what}:", *listed(alike, where)])
 
 
 # The most lines of an error that a person reads, and the most explanations in them.

@@ -9,7 +9,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
-from ._lines import innermost
+from ._lines import innermost, spot
 
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
@@ -311,4 +311,4 @@ def line_of(eqn: Any) -> str:
     frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
     if frame is None:
         return "an unknown line"
-    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return f"{spot(frame.file_name, frame.line_num, frame.file_name)} ({frame.function_name})"

@@ -9,7 +9,8 @@ from typing import Any
 
 from .._errors import AuditError, folded
 from .._measured import Measured, Sent, measured_of
-from .._text import counted, listed, show_bytes, table
+from .._show import columns, for_stdout, wrapped
+from .._text import counted, listed, show_bytes
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
@@ -267,11 +268,12 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def __repr__(self) -> str:
-        lines = [_title(self)]
+        lines = wrapped([_title(self)])
         if self.collectives:
-            lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
-        lines += [_sum(self), *_divided(self), *_each_turn(self)]
-        return "\n".join([*lines, *([] if self.memory is None else lines_of(self.memory))])
+            rows = [_COLUMNS, *map(_row, _by_layer(self.collectives))]
+            lines += columns(rows, heading=_COLUMNS.index("collective"), indent="  ")
+        lines += wrapped([_sum(self), *_divided(self), *_each_turn(self)])
+        return for_stdout([*lines, *([] if self.memory is None else lines_of(self.memory))])
 
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)

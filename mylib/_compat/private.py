@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import equinox as eqx
@@ -25,7 +24,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._lines import OURS
+from .._lines import OURS, spot
 from . import names
 
 
@@ -643,7 +642,7 @@ def lines_of(eqn: Any) -> list[str]:
     """The lines that made an equation, as `train.py:31`, the innermost first."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
-    return [f"{Path(frame.file_name).name}:{frame.line_num}" for frame in frames]
+    return [spot(frame.file_name, frame.line_num) for frame in frames]
 
 
 def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault, PlacementError
 from .._placement import axis_names
+from .._text import show_spec
 from .splits import Letters, Splits
 
 # For a letter, the mesh axes that split it.
@@ -108,7 +109,7 @@ def fault(
     entries = [None if i == dim else x for i, x in enumerate(operand.entries)]
     fits = ", ".join(f"{x!r} into {count}" for x, count in splits.parts.items()) or "nothing"
     fix = (
-        f"mylib.filter_shard({operand.path}, {PartitionSpec(*entries)}) before, or split another "
+        f"mylib.filter_shard({operand.path}, {show_spec(PartitionSpec(*entries))}) before, or split another "
         f"dimension: of {splits} these may be split: {fits}"
     )
     return Fault(operand.path, operand.shape, request, reason, fix)

@@ -136,29 +136,31 @@ def plan(
     _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
-    steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
-    steps = steps or [PlannedStep.of(fun, args)]
-    step = steps[0]
-    check_states(step.args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
-    classes = _layers(step, layers)
-    fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
-    traced = trace(step, policies[0], classes, dtype)
-    limits = compile, budget, measure
-    options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
-    cached = CachedPlan(traced, target, fixed, sizes, options)
-    saved = cached.read()
-    if saved is not None:
-        made = next(x for x in steps if x.micro_batches == saved.micro_batches)
-        return replace(saved, _planned=made)
-    others = [(x, policy) for x in steps for policy in policies][1:]
-    tried = priced(traced, rated, room, sizes, fixed, sent)
-    for x, policy in others:
-        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
-    search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
+        line.write(f"planning for {target}: tracing the step")
+        steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
+        steps = steps or [PlannedStep.of(fun, args)]
+        step = steps[0]
+        check_states(step.args)
+        classes = _layers(step, layers)
+        fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
+        traced = trace(step, policies[0], classes, dtype)
+        limits = compile, budget, measure
+        options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
+        cached = CachedPlan(traced, target, fixed, sizes, options)
+        saved = cached.read()
+        if saved is not None:
+            made = next(x for x in steps if x.micro_batches == saved.micro_batches)
+            return replace(saved, _planned=made)
+        others = [(x, policy) for x in steps for policy in policies][1:]
+        tried = priced(traced, rated, room, sizes, fixed, sent)
+        for i, (x, policy) in enumerate(others, 2):
+            line.write(f"planning for {target}: policy {i} of {len(others) + 1}, {policy!r}")
+            tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
+        search = _Search(target, rated, room, dtype, compile, budget)
         ranked, rejected = search.ranked(tried, measure, line)
     if not ranked:
         raise PlanError(_nothing(step, rejected, search.left, target, room, budget))

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,11 +18,12 @@ from .._audit import Report
 from .._jit import filter_jit
 from .._meshes import make_mesh
 from .._placement import no_mesh, plan_in_force
-from .._text import listed, show_bytes, table
+from .._show import columns, for_stdout, wrapped
+from .._text import listed, show_bytes, show_spec
 from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
-from .code import code_of, spec_text
+from .code import code_of
 from .fixes import Spec
 from .matrices import laid_out
 from .picture import Dot, page_of
@@ -29,6 +31,7 @@ from .strategy import mesh_of
 from .trace import PlanError, PlannedStep
 
 _SHOWN = 6
+_COLUMNS = "strategy", "a call", "figures", "modelled", "memory", "lost", "its parts, or why not"
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
 # called a tie is listed with the plan.
 TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
@@ -72,11 +75,22 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Why it is rejected, or what it spends its time with."""
+        """Why it is rejected, or the parts of its modelled time. These add up to it, less what runs
+        at the same time as another part.
+        """
         if self.why or self.unread:
             return self.why or f"compiled, but its figures are unknown: {self.unread}"
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
+        text = " + ".join(f"{name} {_ms(seconds)}" for name, seconds in spent)
+        total = sum(self.parts.values())
+        overlapped = total - (self.modelled or math.inf)
+        # Less would be rounding.
+        is_some = overlapped > 1e-3 * total
+        return f"{text} - {_ms(overlapped)} overlapped" if is_some else text
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
 class _ByArgument(dict[str, Planned]):
@@ -334,11 +348,11 @@ class Plan:
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None
         if self.chosen.seconds is None:
-            return f"{x.seconds * 1e3:.3g} ms ({x.source}); that of the chosen one is unknown"
+            return f"{_ms(x.seconds)} ({x.source}); that of the chosen one is unknown"
         ratio = x.seconds / self.chosen.seconds
         if x.source != self.chosen.source and self.chosen.modelled is not None:
-            chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"
-            return f"{x.seconds * 1e3:.3g} ms ({x.source}), and {chosen}"
+            chosen = f"the chosen one {_ms(self.chosen.modelled)} by the same model"
+            return f"{_ms(x.seconds)} ({x.source}), and {chosen}"
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
@@ -462,14 +476,34 @@ class Plan:
         return page_of(title, repr(self), dots, self.machine.memory)
 
     def __repr__(self) -> str:
-        lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
-        lines += [f"  {line}".rstrip() for line in self.code().splitlines()]
-        for heading, candidates in ("next", self.others), ("rejected", self.rejected):
-            if candidates:
-                lines += [heading, *_rows(candidates[:_SHOWN])]
-                left = len(candidates) - _SHOWN
-                lines += [f"  and {left} more"] if left > 0 else []
-        return "\n".join([*lines, *self.notes])
+        lines = [f"{self.machine}: {self.chosen.name}", *self._table("chosen", [self.chosen])]
+        lines += ["", "code", *(f"  {line}".rstrip() for line in self.code().splitlines())]
+        lines += self._table("next", self.others) + self._table("rejected", self.rejected)
+        return for_stdout([*lines, "", *wrapped(self.notes)] if self.notes else lines)
+
+    def _table(self, heading: str, candidates: Sequence[Candidate]) -> list[str]:
+        if not candidates:
+            return []
+        rows = [
+            (x.name, _ms(x.seconds), x.source if x.seconds else "", _ms(x.modelled),
+             "" if x.memory is None else show_bytes(x.memory), self._lost(x), x.reason)
+            for x in candidates[:_SHOWN]
+        ]  # fmt: skip
+        left = len(candidates) - _SHOWN
+        more = [f"  and {left} more"] if left > 0 else []
+        return ["", heading, *columns([_COLUMNS, *rows], indent="  "), *more]
+
+    def _lost(self, x: Candidate) -> str:
+        """Why a candidate was not chosen, in a word."""
+        if x.name == self.chosen.name:
+            return ""
+        if x.why:
+            return "impossible" if x.memory is None else "too large"
+        if x.unread or x.seconds is None or self.chosen.seconds is None:
+            return "unknown"
+        if x.source != self.chosen.source:
+            return f"not {self.chosen.source}"
+        return "tie" if x.seconds <= self.chosen.seconds * (1 + TIES[x.source]) else "slower"
 
 
 def _as_data(machine: Machine) -> dict[str, Any]:
@@ -495,28 +529,8 @@ def _sheet(name: str, platform: str) -> Chip:
     return CHIPS.get(name) or Chip(name, platform)
 
 
-def _rows(candidates: Sequence[Candidate]) -> list[str]:
-    return table([
-        (
-            x.name,
-            "" if x.seconds is None else f"{x.seconds * 1e3:.3g} ms",
-            "" if x.memory is None else show_bytes(x.memory),
-            "" if x.seconds is None else x.source + _modelled(x),
-            x.reason,
-        )
-        for x in candidates
-    ])  # fmt: skip
-
-
-def _modelled(x: Candidate) -> str:
-    """Beside other seconds, for comparing with candidates that have only these."""
-    if x.source == "modelled" or x.modelled is None:
-        return ""
-    return f" ({x.modelled * 1e3:.3g} ms modelled)"
-
-
 def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
-    return spec_text(specs[path]) if path in specs else "not there"
+    return show_spec(PartitionSpec(*specs[path])) if path in specs else "absent"
 
 
 def _frozen(x: Any) -> Any:

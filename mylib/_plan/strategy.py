@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._known_faults import GROUPED
 from .._placement import trimmed
-from .._text import listed
+from .._text import listed, show_spec
 from ..machines import Machine
 from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of
 from .trace import SMALL, ArrayIn, TracedStep, role_of
@@ -154,11 +154,11 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
         name, used = traced.step.called(leaf.path), trimmed(used_spec(leaf, strategy, traced))
         kept = spec_of(leaf, strategy, traced)
         if fixes.used.get(leaf.path, used) != used:
-            spec = PartitionSpec(*fixes.used[leaf.path])
+            spec = show_spec(PartitionSpec(*fixes.used[leaf.path]))
             return f"used= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         missing = any(not set(axes_at(used, i)) <= set(axes_at(kept, i)) for i in range(len(used)))
         if missing and not leaf.is_data:
-            spec = PartitionSpec(*kept)
+            spec = show_spec(PartitionSpec(*kept))
             return f"kept= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         over |= set() if leaf.is_data else axes_of(kept)
     fixed = [path in fixes.kept for path in traced.in_models]

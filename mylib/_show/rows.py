@@ -17,7 +17,7 @@ from .._placement import (
     partial_sums,
     sharding_of,
 )
-from .._text import counted, show_bytes
+from .._text import counted, show_bytes, show_spec
 from .._tree import KeyPath, Leaf
 from .text import number_of, show_device
 
@@ -190,7 +190,7 @@ def show_place(place: Sharding) -> str:
         return show_device(device) + memory
     if not isinstance(place, NamedSharding):
         return str(place)
-    return str(place.spec).replace("PartitionSpec", "P").replace(",)", ")") + memory
+    return show_spec(place.spec) + memory
 
 
 def meaning(place: Sharding | None) -> Hashable:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault
 from .._placement import MOST_RULES, PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
+from .._text import show_spec
 from .._tree import Leaf, name_of
 
 P = ParamSpec("P")
@@ -236,7 +237,8 @@ class Both(Rule):
             reason = f"{placement!r} can't shard what another rule leaves whole"
             yield Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
         elif len(placement) > leaf.ndim:
-            reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
+            entries = f"{show_spec(placement)} has {len(placement)} entries"
+            reason = f"{entries}, for an array of rank {leaf.ndim}"
             yield Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
 
     def __repr__(self) -> str:

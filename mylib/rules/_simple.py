@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault
 from .._placement import AnyMesh, axis_names, is_rule, trimmed, unfit_spec
+from .._text import show_spec
 from .._tree import Leaf
 from ._axes import dimensions_in_front
 from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, makes_rules, used_axes, with_entry
@@ -236,7 +237,7 @@ class Always(Rule):
         return self.placement
 
     def __repr__(self) -> str:
-        return repr(self.placement)
+        return show_spec(self.placement)
 
 
 @dataclass(frozen=True, repr=False)
