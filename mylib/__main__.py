@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import __version__
 from ._lines import FROZEN, OURS, is_of_user
 from ._plan import PlanError, plan
 from .machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
@@ -58,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"mylib {__version__}")
+    version = importlib.import_module("mylib").__version__
+    parser.add_argument("--version", action="version", version=f"mylib {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
     about = "Compiles a program for a machine that you needn't have, and prints what it needs."
     command = commands.add_parser("compile", description=about, help=about)

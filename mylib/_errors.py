@@ -150,8 +150,8 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     if count > 1 and len(alike) == 1:
         # One cause of many leaves comes before their names.
         ((request, _, instead), named) = next(iter(alike.items()))
-        first = [f"{beginning} {what}: {faults[0].reason}", f"  {request}", f"  {instead}"]
-        return "\n".join([*first, *listed({(): named}, where)])
+        first = [f"{beginning} {what}: {faults[0].reason}", f"    {request}", f"    {instead}"]
+        return "\n".join([*first, *listed({(): named}, where, len(first))])
     return "\n".join([f"{beginning} {what}:", *listed(alike, where)])
 
 
@@ -160,17 +160,17 @@ _LINES = 40
 _EXPLANATIONS = 7
 
 
-def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
+def listed(alike: dict[tuple[str, ...], list[str]], where: str, above: int = 1) -> list[str]:
     """The lines of a message: each explanation below the names of its leaves. If there are too many
     lines, names that differ by an index are combined, and the rest is left out; `where` says where
-    to find it.
+    to find it. `above` is the number of lines above them.
     """
     lines = _lines_of(alike)
-    if len(lines) < _LINES:
+    if len(lines) + above <= _LINES:
         return lines
     shown = dict(list(alike.items())[:_EXPLANATIONS])
     longest = max(map(len, shown))
-    room = max(2, (_LINES - 2) // len(shown) - longest)
+    room = max(2, (_LINES - 1 - above) // len(shown) - longest)
     lines = _lines_of({key: _some(folded(names), room) for key, names in shown.items()})
     rest = list(alike.values())[_EXPLANATIONS:]
     if rest:

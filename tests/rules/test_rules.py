@@ -322,7 +322,7 @@ class TestByPath:
 
     def test_what_is_not_a_placement_is_named(self):
         found = fault({"w": array(8)}, by_path({"w": "data"}))
-        assert found.fix == "write PartitionSpec('data')"
+        assert found.fix == "write P('data')"
 
 
 class TestSimple:
