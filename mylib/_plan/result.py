@@ -485,7 +485,8 @@ class Plan:
         if not candidates:
             return []
         rows = [
-            (x.name, _ms(x.seconds), x.source if x.seconds else "", _ms(x.modelled),
+            (x.name, _ms(x.seconds), x.source if x.seconds else "",
+             "" if x.source == "modelled" else _ms(x.modelled),
              "" if x.memory is None else show_bytes(x.memory), self._lost(x), x.reason)
             for x in candidates[:_SHOWN]
         ]  # fmt: skip

@@ -1,5 +1,6 @@
 """`plan`: what it finds, says, and refuses."""
 
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -38,7 +39,7 @@ class TestPlan:
         assert made.audit is None and made.memory > 0 and made.seconds[0] <= made.seconds[1]
         found = {x.name for x in (made.chosen, *made.others)}
         assert found == {"DP 4 x TP 2", "FSDP 4 x TP 2"}
-        assert "code" not in repr(made) and "fully_shard" in repr(made)
+        assert "code=" not in repr(made) and "fully_shard" in repr(made)
         assert "nothing was compiled" in repr(made)
 
     def test_is_text(self, made):
@@ -62,7 +63,7 @@ class TestPlan:
         diff = made.diff(other)
         assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
         more = modelled(lambda a, b, c, m: jax.vmap(m)(a), *MLP[:1], None, None, MLP[1])
-        assert "used m.layers[0].weight: not there -> " in made.diff(more)
+        assert "used m.layers[0].weight: absent -> " in made.diff(more)
         weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
         assert weight.endswith(" -> P()") and '"model"' in weight
 
@@ -129,6 +130,41 @@ class TestPlan:
             assert all(jax.tree.leaves(same))
 
 
+class TestText:
+    def test_parts_and_what_overlaps_add_up(self, made):
+        for x in (made.chosen, *made.others):
+            numbers = re.findall(r"(- )?[a-z ]*?(\S+) ms", x.reason)
+            total = sum(float(n) * (-1 if minus else 1) for minus, n in numbers)
+            assert total == pytest.approx(1e3 * x.modelled, rel=0.02)
+
+    def test_why_candidates_lost_in_a_word(self, made):
+        header = "strategy a call figures modelled memory lost its parts, or why not"
+        assert " ".join(repr(made).split("\n")[3].split()) == header
+        assert made._lost(made.chosen) == "" and made._lost(made.others[-1]) == "slower"
+        tie = replace(made.others[0], seconds=made.chosen.seconds)
+        assert made._lost(tie) == "tie"
+        assert made._lost(replace(tie, why="needs 3 GiB")) == "too large"
+        assert made._lost(replace(tie, why="no mesh", memory=None)) == "impossible"
+        assert made._lost(replace(tie, compiled=True, unread="a kernel")) == "unknown"
+        assert replace(made, chosen=replace(made.chosen, compiled=True))._lost(tie) == "not compiled"
+
+    def test_it_folds(self, made, monkeypatch):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("COLUMNS", "80")
+        wide = [line for line in repr(made).splitlines() if len(line) > 80]
+        assert not [line for line in wide if line not in made.code()]
+
+    def test_it_says_at_once_that_it_begins(self, capsys):
+        first = []
+
+        def step(*args):
+            first.append(capsys.readouterr().err)
+            return STEP(*args)
+
+        modelled(step, *MLP, progress=True)
+        assert first[0].strip() == "planning for cpu x 8: tracing the step"
+
+
 class TestModelled:
     """What a plan says without a compiler, and beside what was compiled."""
 
@@ -146,8 +182,9 @@ class TestModelled:
     def test_modelled_seconds_are_beside_the_others(self, made):
         compiled = replace(made.chosen, compiled=True, seconds=2 * made.chosen.modelled)
         plan = replace(made, chosen=compiled)
-        beside = f"compiled ({made.chosen.modelled * 1e3:.3g} ms modelled)"
-        assert beside in repr(plan) and beside not in repr(made)
+        (ours, theirs) = (repr(x).split("\n")[4].split() for x in (plan, made))
+        time = f"{made.chosen.modelled * 1e3:.3g}"
+        assert "compiled" in ours and ours.count(time) == 1 and theirs.count(time) == 1
         told = f"the chosen one {made.chosen.modelled * 1e3:.3g} ms by the same model"
         assert told in plan.why_not(made.others[0].name)
 

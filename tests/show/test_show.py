@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from notebook_pages import of_ones
 
 import mylib
+from mylib._show.text import columns, wrapped
 from mylib.rules import fsdp
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -85,6 +86,21 @@ class TestTable:
     def test_layers_on_other_meshes_do_not_share_a_line(self):
         lines = str(mylib.show([put(8, P("data")), put(8, P("data"), EXPLICIT)])).splitlines()
         assert [line.split("  ")[0] for line in lines[1:3]] == ["[0]", "[1]"]
+
+    def test_columns_in_which_all_are_alike_are_one_line(self):
+        tree = [put(8, P("data")), put(4, P("data")), put(4, P("data"))]
+        assert says(
+            mylib.show(tree),
+            """
+            array   shape  bytes     per device
+            [0]     (8,)   32 B      8 B
+            [1..2]  (4,)   2 x 16 B  2 x 4 B
+
+            3 arrays, 64 B; 16 B on each of 8 devices
+            mesh ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            all of them: dtype float32, spec P('data'), state committed
+            """,
+        )
 
     def test_a_thousand_devices(self):
         mesh = AbstractMesh((128, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -444,6 +460,15 @@ class TestTerminals:
         lines = str(mylib.show({"a": put((8, 4), P("data"))})).splitlines()
         assert lines[0] == "['a']" and all(len(line) <= 40 for line in lines[: lines.index("")])
         assert any("per device " in line for line in lines)
+
+    def test_long_cells_and_notes_are_folded_between_words(self, monkeypatch):
+        self.stdout(monkeypatch, 50)
+        why = "as each of these dimensions is divided by what of the others is left"
+        table = [("array", "times", "why"), ("first", "2", why), ("second", "3", "short")]
+        lines = columns(table)
+        assert all(len(line) <= 50 for line in lines) and lines[0] == "first"
+        assert " ".join(" ".join(lines).split()) == f"first times 2 {why} second times 3 short"
+        assert wrapped([f"  {why}"]) == [f"  {why[:40]}", f"    {why[41:]}"]
 
     def test_a_wide_one_has_the_table(self, monkeypatch):
         self.stdout(monkeypatch, 200)
