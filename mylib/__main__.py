@@ -70,9 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plan", description=about, help=about)
     command.add_argument("function", help=_STEP)
     command.add_argument("--machine", type=_machine, required=True, help="such as 'h100 x 64'")
-    about = "candidates at most, instead of what the function says; 8 by default"
+    about = "candidates at most, instead of the function's; 8 by default"
     command.add_argument("--compile", type=int, default=argparse.SUPPRESS, help=about)
-    about = "seconds, instead of what the function says; 600 by default"
+    about = "seconds, instead of the function's; 600 by default"
     command.add_argument("--budget", type=float, default=argparse.SUPPRESS, help=about)
     command.add_argument("--save", metavar="FILE", help="where to save it, for mylib.Plan.of")
     command.set_defaults(run=_plan)

@@ -101,13 +101,15 @@ class AuditError(MylibError, ValueError):
 
 
 class NotHereError(MylibError, RuntimeError):
-    """Raised instead of running something on a machine that is not here: it can only compile."""
+    """Raised instead of running something on a machine that you don't have: it can only compile for
+    it.
+    """
 
 
 def not_here(name: str) -> NotHereError:
     return NotHereError(
-        f"{name} can't be called: its devices are those of a machine that is not here, which can "
-        "compile, not run. Call .lower(...).compile()"
+        f"{name} can't be called: its devices are those of a machine that you don't have, which "
+        "can compile, not run. Call .lower(...).compile()"
     )
 
 
@@ -251,8 +253,8 @@ class DonationWarning(MylibWarning):
 
 class PlacementWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] is given arrays that are placed otherwise than
-    `kept` of its [`mylib.fully_shard`][] or [`mylib.by_matrix`][] says, such as replicated weights.
-    They take the memory on each device that `kept` is there to save, or are moved in each call.
+    by `kept` of its [`mylib.fully_shard`][] or [`mylib.by_matrix`][], such as replicated weights.
+    They need the memory on each device that `kept` is there to save, or are moved in each call.
     """
 
 

@@ -225,7 +225,7 @@ class Report:
         **Arguments:**
 
         - `folder`: what was given to `jax.profiler.trace`, or one `*.xplane.pb` file in it.
-        - `machine`: from `mylib.machines`: what `estimate` says of it stands beside the times.
+        - `machine`: from `mylib.machines`: its `estimate` stands beside the times.
 
         **Returns:**
 

@@ -138,8 +138,8 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
 def compute_on_meshes_of_values() -> None:
     """Lets JAX's rules move values with Auto axes, and make zeros like them, in code on Explicit
     axes. JAX does this on the mesh of the code, and refuses: where a `vmap` or a second gradient is
-    around the gradient of a loop whose turns use `auto_axes`. In JAX 0.10.2 and 0.12.0; no public
-    issue is known. Other rules do what is done here (`batching.broadcast`).
+    around the gradient of a loop whose iterations use `auto_axes`. In JAX 0.10.2 and 0.12.0; no
+    public issue is known. Other rules do what is done here (`batching.broadcast`).
     """
     move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
     _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))

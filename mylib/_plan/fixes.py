@@ -26,7 +26,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 class ContradictionError(Exception):
-    """What is fixed can't be on this mesh. The message says why."""
+    """What is fixed can't be on this mesh. The message explains why."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def plan(
 
     The step is traced, and the dimensions of its arrays that must be split alike are found from its
     operations. All meshes of the machine, with and without FSDP, tensor parallelism and each policy
-    are priced by a model of the machine. The best are compiled for it, though it need not be here,
+    are priced by a model of the machine. The best are compiled for it, though you needn't have it,
     and the fastest that fits by its compiler's own count is chosen. Nothing is placed or run.
 
     **Arguments:**
@@ -75,11 +75,11 @@ def plan(
         that has an array outside of Modules and states is the batch: its first dimension is split
         over the devices.
     - `machine`: a [`mylib.machines.Machine`][] or its name, such as `"h100 x 64"`; by default the
-        devices that are here.
+        available devices.
     - `layers`: a class or a tuple of classes, as for `fully_shard`; by default what repeats in the
         model. A model without such layers is one layer.
     - `axes`: the sizes of the mesh axes, of `"replica"`, `"data"` and `"model"`, if they are fixed:
-        `dict(data=4, model=2)`. Weights are kept in parts over `"data"`.
+        `dict(data=4, model=2)`. Weights are sharded over `"data"`.
     - `kept`, `used`: what is fixed of where weights are kept and used, as for `fully_shard`: a rule
         or specs for the models that the step calls, or a dict with some for each argument by its
         name. Where a rule returns PASS or None, the plan decides. Moments are kept where their
@@ -98,8 +98,9 @@ def plan(
         compiler is needed, and the plan may not fit.
     - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
         end later if it takes as long as the longest before it.
-    - `measure`: how many of the compiled candidates that fit are run, with zeros and in turns, if
-        the machine is here; then measured times decide. This takes the memory that the step takes.
+    - `measure`: how many of the compiled candidates that fit are run, with zeros and alternately,
+        if the machine is available; then measured times decide. This needs as much memory as the
+        step.
     - `progress`: whether to write what is compiled to stderr; by default on terminals.
 
     **Returns:**
@@ -113,7 +114,7 @@ def plan(
     [`mylib.PlanError`][] if nothing fits (by how much the least of all fails), if the batch can't
     be divided, if the step has operations whose dimensions are unknown, or if it calls no model;
     [`mylib.machines.CompilerError`][] if the compiler of the machine is missing; `ValueError` if
-    several processes plan for the devices that are here, and compile.
+    several processes plan for the available devices, and compile.
 
     !!! Example
 
@@ -172,7 +173,9 @@ def plan(
 
 def _check_place(target: Machine, compile: int, measure: int) -> None:
     if measure and not target.is_here:
-        raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
+        raise ValueError(
+            f"plan: measure={measure}: {target} is unavailable, so nothing can run on it"
+        )
     if target.is_here and compile and jax.process_count() > 1:
         raise ValueError(
             f"plan: {jax.process_count()} processes might choose different plans, as each has its "
@@ -223,7 +226,7 @@ def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
     problem = f"axes: no mesh of {target} is considered with {named}"
     if not set(axes) <= set(AXES):
         raise PlanError(
-            f"{problem}: the axes of plans are 'data' (rows, and kept parts of weights), 'replica' "
+            f"{problem}: the axes of plans are 'data' (rows, and shards of weights), 'replica' "
             "(rows) and 'model' (tensor parallelism). With axes of other names, write the strategy "
             "by hand, with mylib.fully_shard"
         )
@@ -364,7 +367,7 @@ def _nothing(
         helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"What would help: {', '.join(helps[:-1])}, or {helps[-1]}"
+        f"Fixes: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
 
 
@@ -389,7 +392,7 @@ def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Mac
     most = max(n for n in range(1, target.count + 1) if rows % n == 0)
     return (
         f". At most {most} of the devices can share {rows} rows of {step.names[step.batch]}, the "
-        f"first argument with arrays outside of Modules: take a batch of {target.count} rows or a "
+        f"first argument with arrays outside of Modules: use a batch of {target.count} rows or a "
         "multiple, or a smaller machine. If another argument is the batch, put it first"
     )
 

@@ -112,9 +112,9 @@ class Plan:
 
     - `machine`: the [`mylib.machines.Machine`][] that it is for.
     - `axes`: the mesh axes and their sizes.
-    - `mesh`: the mesh. If its machine isn't here, and neither is the machine's compiler, it is a
+    - `mesh`: the mesh. If neither its machine nor the machine's compiler is available, it is a
         `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
-    - `is_sharded`: whether weights are kept in parts over `"data"`.
+    - `is_sharded`: whether weights are sharded over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
         `"all"`, or `"offload"` (products, in the host's memory).
     - `micro_batches`: into how many the step cuts its batch.
@@ -215,12 +215,12 @@ class Plan:
         - `donate`: the names of the arguments that are donated; by default those that the results
             replace: each is the only argument with the tree, the shapes and the dtypes of a result.
             If there are several, as of a model and an anchor, none of them is donated, and the plan
-            says so.
+            reports it.
 
         **Returns:**
 
-        A function with the step's arguments, which it moves to where the plan says. `lower` takes
-        the same arguments, as that of [`mylib.filter_jit`][].
+        A function with the step's arguments, which it moves to where they are planned. `lower`
+        takes the same arguments, as that of [`mylib.filter_jit`][].
 
         **Raises:**
 
@@ -230,13 +230,13 @@ class Plan:
 
     def verify(self, *args: Any, high: int | None = None, seed: int = 0) -> Verified:
         """Runs the step under the plan and on one device, and compares all results: it is
-        [`mylib.testing.verify`][] of `jit(step)`. If the machine isn't here, it takes as many of
-        the devices that are here; simulated ones will do.
+        [`mylib.testing.verify`][] of `jit(step)`. If the machine is unavailable, it uses as many of
+        the available devices; simulated ones will do.
 
         **Arguments:**
 
         - `args`: the step's arguments; by default random ones of the shapes that were planned,
-            which take as much memory as the step does.
+            which need as much memory as the step.
         - `high`, `seed`: as for [`mylib.testing.verify`][].
 
         **Returns:**
@@ -267,8 +267,8 @@ class Plan:
     def make(
         self, make: Callable[..., Any], *args: Any, arguments: Sequence[str] = ("model", "state")
     ) -> Any:
-        """Creates arguments of the step where the plan says, so that no device ever holds more than
-        its part.
+        """Creates arguments of the step where they are planned, so that no device ever holds more
+        than its part.
 
         **Arguments:**
 
@@ -401,7 +401,7 @@ class Plan:
 
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
-        comments say what to call in the loss. Classes of layers that can't be imported, such as a
+        comments show what to call in the loss. Classes of layers that can't be imported, such as a
         notebook's, must be in scope.
         """
         return code_of(self.applying, self.axes, self.is_sharded, self.stacked)

@@ -47,13 +47,13 @@ SMALL = 2**12
 
 
 class PlanError(MylibError, ValueError):
-    """There is no plan, or none that can be applied. The message says why, and what to change."""
+    """There is no plan, or none that can be applied. The message explains why, and what to change."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
     """A step, and its arguments without numbers. `batch` is the position of the batch, which the
-    step cuts into as many `micro_batches`; with one it is whole.
+    step cuts into as many `micro_batches`; with one it is not cut.
     """
 
     fun: Callable[..., Any]

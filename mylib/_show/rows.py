@@ -29,7 +29,7 @@ _UNPLACED = {
     "": "left alone",
     NUMPY: "host memory",
     ABSTRACT: "no sharding",
-    TRACED: "as its type says",
+    TRACED: "by its type",
 }
 
 

@@ -108,7 +108,7 @@ def verify(
     high: int | None = None,
     seed: int = 0,
 ) -> Verified:
-    """Runs a step as it is placed, on the devices that are here, and on one device, and compares
+    """Runs a step as it is placed, on the available devices, and on one device, and compares
     all results: losses, gradients, updated weights, states. Simulated devices will do.
 
     The step runs twice: in float64, which tells a wrong program from rounding, and in its own

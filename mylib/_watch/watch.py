@@ -1,4 +1,4 @@
-"""`watch`: says why a job hangs."""
+"""`watch`: reports why a job hangs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +64,7 @@ class Watching:
 
 
 def watch(*, stuck_after: float, end: bool = False, signal: int | None = None) -> Watching:
-    """Watches a program, and says why if it hangs.
+    """Watches a program, and reports why if it hangs.
 
     It is a context manager. Inside it each process remembers the last programs of
     [`mylib.filter_jit`][], [`mylib.filter_shard_map`][] and [`mylib.mpmd.jit`][], placements and

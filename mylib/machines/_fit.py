@@ -51,7 +51,7 @@ class Alive:
 class Fit:
     """Whether a program fits on a machine: true if it does. As text, it shows how much memory is
     missing, the program's largest arguments, or its largest other arrays if they need more, and
-    what helps.
+    fixes.
 
     **Attributes:**
 
@@ -96,7 +96,7 @@ class Fit:
         return "\n".join([*lines, *self._arguments(), *self._others()])
 
     def _arguments(self) -> list[str]:
-        """If they are a part of the cause: the largest arguments, and what helps."""
+        """If they are a part of the cause: the largest arguments, and fixes."""
         if not self.largest or self.arguments < self.needed * _PART:
             return []
         lines = ["  its largest arguments, by their bytes on each device:"]
@@ -105,10 +105,10 @@ class Fit:
         return [*lines, f"  {helps}"]
 
     def _others(self) -> list[str]:
-        """If they are a part of the cause: the largest other arrays, and what helps."""
+        """If they are a part of the cause: the largest other arrays, and fixes."""
         if self.needed - self.arguments < self.needed * _PART:
             return []
-        held = "whole; a device holds a part" if self.whole else "by their bytes on each device"
+        held = "unsharded; a device holds a part" if self.whole else "by their bytes on each device"
         lines = [f"  the largest arrays that it computes, {held}:"] if self.temporaries else []
         lines += [
             f"    {show_bytes(x.bytes):>10}  {x.arrays}  {x.primitive}  {x.source}".rstrip()
@@ -121,7 +121,7 @@ class Fit:
 # smaller ones are not why a program does not fit.
 _PART = 0.25
 _HELPS = (
-    "take a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
+    "use a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
     "the largest in blocks, such as the loss over a large vocabulary"
 )
 

@@ -43,8 +43,8 @@ class Rule:
 
     - `a | b`: the first that doesn't return PASS. `b` decides the leaves for which `a` returns
         PASS.
-    - `a & b`: `b` shards dimensions that `a` leaves whole. If `a` returns a `PartitionSpec`, `b`
-        may shard its None dimensions over axes that it doesn't use; if `a` returns PASS, `b`
+    - `a & b`: `b` shards dimensions that `a` leaves unsharded. If `a` returns a `PartitionSpec`,
+        `b` may shard its None dimensions over axes that it doesn't use; if `a` returns PASS, `b`
         decides. Other results of `a` (a sharding, a device, None) are final.
 
     `&` binds tighter than `|`, as always in Python. One side may be a plain function. Your own
@@ -234,7 +234,7 @@ class Both(Rule):
             return
         request, name = f"... & {self.second!r}", name_of(leaf.path)
         if not isinstance(placement, PartitionSpec):
-            reason = f"{placement!r} can't shard what another rule leaves whole"
+            reason = f"{placement!r} can't shard what another rule leaves unsharded"
             yield Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
         elif len(placement) > leaf.ndim:
             entries = f"{show_spec(placement)} has {len(placement)} entries"

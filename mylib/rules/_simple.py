@@ -99,7 +99,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
     A leaf without such a dimension, or with fewer than `min_size` elements, is replicated;
     [`mylib.explain`][] shows it.
 
-    On the right of `&` it chooses among the dimensions that the left rule leaves whole:
+    On the right of `&` it chooses among the dimensions that the left rule leaves unsharded:
     `by_path(...) & fsdp("data")`.
 
     **Arguments:**
@@ -263,7 +263,7 @@ class WhereEven(Rule):
         if spec is None:
             return reason
         return reason + "".join(
-            f"; whole, as {number_of_parts(spec.partitions[dim], mesh)} does not divide "
+            f"; not sharded, as {number_of_parts(spec.partitions[dim], mesh)} does not divide "
             f"{leaf.shape[dim]}"
             for dim in _uneven(spec, leaf, mesh)
         )

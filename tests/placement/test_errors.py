@@ -159,7 +159,7 @@ class TestWords:
 
     def test_no_mesh(self):
         says(
-            f"""
+            """
             can't place 1 leaf:
               the array (8, 4)
                 asked for: P('data')
@@ -663,7 +663,7 @@ class TestStagedWords:
     def test_a_mesh_of_another_size_than_the_one_in_force(self):
         with jax.set_mesh(MESH):
             staged_says(
-                f"""
+                """
                 can't place 1 leaf:
                   the array (8, 4)
                     asked for: P('data') over mesh ('data': 2, 'model': 2)

@@ -146,7 +146,9 @@ class TestText:
         assert made._lost(replace(tie, why="needs 3 GiB")) == "too large"
         assert made._lost(replace(tie, why="no mesh", memory=None)) == "impossible"
         assert made._lost(replace(tie, compiled=True, unread="a kernel")) == "unknown"
-        assert replace(made, chosen=replace(made.chosen, compiled=True))._lost(tie) == "not compiled"
+        assert (
+            replace(made, chosen=replace(made.chosen, compiled=True))._lost(tie) == "not compiled"
+        )
 
     def test_it_folds(self, made, monkeypatch):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
