@@ -10,10 +10,11 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from ._lines import FROZEN, OURS, is_of_user
+from ._lines import OURS, is_of_user
 from ._plan import PlanError, plan
 from .machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
 
@@ -106,10 +107,10 @@ def _own_errors() -> Iterator[None]:
         yield
     except Exception as error:
         shown = traceback.TracebackException.from_exception(error)
-        lines = [x for x in shown.stack if not x.filename.startswith((OURS, FROZEN))]
-        if not any(is_of_user(x.filename) for x in lines):
+        lines = dropwhile(lambda x: not is_of_user(x.filename), shown.stack)
+        shown.stack = traceback.StackSummary(x for x in lines if not x.filename.startswith(OURS))
+        if not shown.stack:
             raise
-        shown.stack = traceback.StackSummary.from_list(lines)
         sys.exit("".join(shown.format()))
 
 

@@ -101,8 +101,8 @@ class AuditError(MylibError, ValueError):
 
 
 class NotHereError(MylibError, RuntimeError):
-    """Raised instead of running something on a machine that you don't have: it can only compile for
-    it.
+    """Raised instead of running something on a machine that you don't have: programs can
+    only be compiled for it.
     """
 
 

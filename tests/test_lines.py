@@ -78,13 +78,15 @@ def test_cells_of_notebooks():
     try:
         shell.push({"ask": line_of_caller, "mylib": mylib, "jnp": jnp, "jax": jax})
         shell.run_cell("pass")
-        done = shell.run_cell("\n\nresult = ask()", store_history=True)
+        done = shell.run_cell("a = 1\nb = 2\nresult = ask()", store_history=True)
         cell = done.execution_count
         assert shell.user_ns["result"] == f"cell {cell}, line 3"
         shell.run_cell(
             "x = mylib.filter_shard(jnp.ones(8), jax.P('data'), mesh=mylib.make_mesh(data=8))"
         )
-        shell.run_cell("\nreport = mylib.audit(lambda x: (x * 2).sum(), x)", store_history=True)
+        shell.run_cell(
+            "a = 3\nreport = mylib.audit(lambda x: (x * 2).sum(), x)", store_history=True
+        )
         (only,) = shell.user_ns["report"].collectives
         assert only.source == f"cell {cell + 1}, line 2"
     finally:

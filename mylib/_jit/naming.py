@@ -71,8 +71,7 @@ def explain(error: Exception, call: Call) -> None:
         raise NotHereError(
             f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
             "machine you don't have: it can compile, not run. Leave out jax.set_mesh, and pass "
-            "mesh= "
-            "where it is needed"
+            "mesh= where it is needed"
         ) from error
     if lowered_for_a_missing_backend(text):
         raise NotHereError(

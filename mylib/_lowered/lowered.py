@@ -162,7 +162,7 @@ class Compiled:
 
     def cost_analysis(self) -> Any:
         """The compiler's own analysis, as JAX returns it: it counts the body of a loop once and no
-        collectives, and the compiler for GPUs that you don't have has none. `audit().work` counts
+        collectives, and the compiler has none for GPUs that you don't have. `audit().work` counts
         loops as often as they run.
         """
         return self.compiled.cost_analysis()

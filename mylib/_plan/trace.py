@@ -47,7 +47,7 @@ SMALL = 2**12
 
 
 class PlanError(MylibError, ValueError):
-    """There is no plan, or none that can be applied. The message explains why, and what to change."""
+    """There is no plan, or none that can be applied. The message explains why."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,7 @@ _NOT_UNDERSTOOD = (
 )
 _OF_TABLE = (
     ". All devices have the rows of the batch that are added to this table: keep the table "
-    "replicated, "
-    'rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
+    'replicated, rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
 )
 
 

@@ -63,7 +63,7 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
 
     shards `up` by rows and `down` by columns, over the mesh axis "model". The names are also found
     for Modules in lists and dicts, and in an optimiser state. Dimensions whose names are not mapped
-    are not sharded, and so do those before the annotated ones (of layers stacked by `vmap`). For
+    are not sharded, nor are those before the annotated ones (of layers stacked by `vmap`). For
     leaves without names, and for those with fewer dimensions than annotated (factored moments), the
     rule returns PASS, except that leaves of rank 0 are replicated.
 

@@ -33,8 +33,7 @@ def tensor_parallel(
     | layer | how it is sharded |
     |---|---|
     | `eqx.nn.MultiheadAttention` | by heads |
-    | `eqx.nn.MLP` | alternately by outputs and inputs; a last layer without a partner is replicated
-    |
+    | `eqx.nn.MLP` | alternately by outputs and inputs; a last one without a pair is replicated |
     | `eqx.nn.Embedding`, and a linear layer named `head` | by the vocabulary |
 
     Layers may be stacked. The rule returns PASS for all other leaves, except that leaves of rank 0

@@ -166,7 +166,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:
-    said = ", ".join(f"{pattern.text!r} gives {value}" for pattern, value in matching)
+    said = ", ".join(f"{pattern.text!r} gives {show_spec(value)}" for pattern, value in matching)
     reason = "these patterns all match, and disagree"
     fix = "make them narrower, or write ordered=True and put the one that should win first"
     return Fault(name_of(leaf.path), leaf.shape, f"by_path: {said}", reason, fix)

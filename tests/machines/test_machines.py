@@ -322,7 +322,7 @@ class TestFits:
             "  the largest arrays that it computes, by their bytes on each device:",
             "           4 B  2 x bf16[8, 4]  dot_general  step.py:3",
         ]
-        assert lines[4].startswith("  take a smaller batch, recompute more")
+        assert lines[4].startswith("  use a smaller batch, recompute more")
         assert "in blocks, such as the loss over a large vocabulary" in lines[4]
         assert len(lines) == 5
 
