@@ -65,6 +65,15 @@ class Collective:
         the branch.
     - `instructions`: the names of the instructions that start it, and of those that end it, as
         profilers have them.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        x = mylib.filter_shard(jnp.ones(8), P("data"), mesh=mesh)
+        (collective,) = mylib.audit(lambda x: x.sum(), x).collectives
+        assert (collective.kind, collective.axes) == ("all-reduce", ("data",))
+        ```
     """
 
     kind: str
@@ -98,6 +107,13 @@ class Parameter:
     - `path`: its name, such as `model.layers[0].weight`.
     - `dtype`, `shape`, `bytes`: those of the part on one device.
     - `axes`: the mesh axes that it is split over; None if unknown.
+
+    !!! Example
+
+        ```python
+        (x,) = mylib.audit(lambda x: x + 1, jnp.ones((8, 8))).parameters
+        assert (x.path, x.shape, x.bytes) == ("x", (8, 8), 256)
+        ```
     """
 
     path: str
@@ -127,6 +143,16 @@ class Report:
         divided. None if that is unknown, as for a program without its function, with kernels or
         decompositions of matrices, or if the compiler has merged products.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; empty if only text was given.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        x = mylib.filter_shard(jnp.ones((64, 64)), P("data"), mesh=mesh)
+        report = mylib.audit(lambda x: (x @ x.T).sum(), x)
+        print(report)
+        assert report.count() == len(report.collectives)
+        ```
     """
 
     collectives: tuple[Collective, ...]

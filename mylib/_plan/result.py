@@ -55,6 +55,20 @@ class Candidate:
     - `why`: why it is rejected; empty if it is not.
     - `unread`: what of its compiled program [`mylib.audit`][] doesn't know, so that its figures are
         unknown; empty if it knows all.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        plan = mylib.plan(step, np.ones((16, 64), np.float32), model, compile=0)
+        for candidate in (plan.chosen, *plan.others[:3]):
+            print(candidate.name, candidate.seconds, candidate.reason)
+        ```
     """
 
     name: str
@@ -133,6 +147,20 @@ class Plan:
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
         the plan was read from text or from JAX's compilation cache.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        plan = mylib.plan(step, np.ones((16, 64), np.float32), model, compile=0)
+        print(plan, plan.why_not(plan.others[0].name))
+        assert mylib.Plan.of(plan.as_text()) == plan
+        ```
     """
 
     machine: Machine

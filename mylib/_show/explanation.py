@@ -155,6 +155,17 @@ class Explanation(Shown, Rows):
         and layers of [`mylib.fully_shard`][]: which weights are sent in `send_dtype`.
     - `replicated`: the rows of large leaves (1 MiB or more) that would be replicated on all
         devices.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        explanation = mylib.explain(model, mylib.rules.fsdp("data"), mesh)
+        for row in explanation.rows:
+            print(row.leaf.name, row.spec, row.why)
+        assert not explanation.faults and not explanation.replicated
+        ```
     """
 
     faults: tuple[Fault, ...]

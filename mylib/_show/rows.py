@@ -55,6 +55,14 @@ class Row:
     - `devices`: the number of devices that hold a part of it; 0 if unknown.
     - `bytes_per_device`: its bytes on each of them.
     - `wasted`: the bytes that would be saved, over all devices, if each part were held only once.
+
+    !!! Example
+
+        ```python
+        (row,) = mylib.show({"w": jnp.ones((64, 64))}).rows
+        assert row.leaf.name == "['w']" and row.devices == 1
+        assert row.nbytes == row.bytes_per_device == 64 * 64 * 4
+        ```
     """
 
     leaf: Leaf

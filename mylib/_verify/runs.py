@@ -33,6 +33,16 @@ _SHAKEN = 2, 14
 class VerifyError(AssertionError):
     """A step differs from the same step on one device. `report` is the [`mylib.testing.Verified`][]
     with all of its results.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        try:
+            mylib.testing.verify(step, jnp.ones(8))
+        except mylib.testing.VerifyError as error:
+            print(error.report.wrong)
+        ```
     """
 
     def __init__(self, report: "Verified"):
@@ -54,6 +64,15 @@ class Verified:
     - `known`: faults of compilers that are known, and that the step may have met.
     - `differs`: whether any result differs by more than rounding explains, or any copies differ.
     - `wrong`: the results that differ.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        verified = mylib.testing.verify(step, jnp.ones(8))
+        assert not verified.differs
+        print(verified)
+        ```
     """
 
     name: str

@@ -14,7 +14,17 @@ _entered = 0
 
 
 class Watching:
-    """A watch, returned by [`mylib.watch`][]: a context manager."""
+    """A watch, returned by [`mylib.watch`][]: a context manager.
+
+    !!! Example
+
+        ```python
+        with mylib.watch(stuck_after=120) as watch:
+            x = jnp.zeros(8) + 1
+            with watch.paused():  # this may need longer
+                print(x)
+        ```
+    """
 
     def __init__(self, limit: float, end: bool, signum: int | None):
         self._limit = limit

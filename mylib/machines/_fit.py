@@ -15,6 +15,14 @@ class Argument(NamedTuple):
     """An array that a program takes: its path, its shape, and its bytes on each device. A
     [`mylib.Parameter`][] is read from a compiled program, and there may be none: this is also known
     of a program that the compiler has refused.
+
+    !!! Example
+
+        ```python
+        report = mylib.audit(lambda x: x @ x, jnp.ones((512, 512)))
+        for argument in report.memory.largest:
+            print(argument.path, argument.shape, argument.nbytes)
+        ```
     """
 
     path: str
@@ -32,6 +40,14 @@ class Alive:
     - `count`: how many there are.
     - `shape`, `dtype`: of each.
     - `primitive`, `source`: what has made them, and the line of Python.
+
+    !!! Example
+
+        ```python
+        report = mylib.audit(lambda x: jnp.sin(x) @ x, jnp.ones((512, 512)))
+        for held in report.memory.alive or ():
+            print(held.arrays, held.bytes, held.source)
+        ```
     """
 
     bytes: int
@@ -64,6 +80,14 @@ class Fit:
         [`mylib.machines.Alive`][]; empty if they are unknown.
     - `whole`: whether the sizes of `temporaries` are those on all devices together. It is so when
         the compiler has refused a program without naming arrays.
+
+    !!! Example
+
+        ```python
+        compiled = mylib.filter_jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+        fit = compiled.fits(mylib.machines.gpu("h100", devices_per_host=1))
+        assert fit and fit.missing == 0
+        ```
     """
 
     needed: int
@@ -132,6 +156,16 @@ class OutOfMemoryError(MylibError, RuntimeError):
     **Attributes:**
 
     - `fit`: a [`mylib.machines.Fit`][].
+
+    !!! Example
+
+        ```python
+        def compiled(lowered):
+            try:
+                return lowered.compile()
+            except mylib.machines.OutOfMemoryError as error:
+                print(error.fit.missing, error)
+        ```
     """
 
     def __init__(self, fit: Fit):

@@ -28,6 +28,14 @@ class Machine:
     - `hosts`: the number of hosts.
     - `shape`: for GPUs the number of hosts and of chips per host, for TPUs the shape of the slice.
     - `is_here`: whether its devices are those of this process.
+
+    !!! Example
+
+        ```python
+        machine = mylib.machines.Machine.of("v5e 4x4")
+        assert machine.count == 16 and not machine.is_here
+        print(repr(machine))
+        ```
     """
 
     chip: Chip

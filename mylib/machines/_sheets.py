@@ -42,6 +42,15 @@ class Chip:
     - `kinds`: the values of `device.device_kind` for this chip.
 
     Unknown figures are None, or missing in `flops` and `reached`.
+
+    !!! Example
+
+        ```python
+        from dataclasses import replace
+
+        half = replace(mylib.machines.CHIPS["h100"], memory=40 * 2**30)
+        assert mylib.machines.gpu(half).memory == 40 * 2**30
+        ```
     """
 
     name: str

@@ -132,6 +132,23 @@ class Pipeline:
     **Attributes:**
 
     - `schedule`: who does what when, a [`mylib.mpmd.Schedule`][].
+
+    !!! Example
+
+        ```python
+        meshes = mylib.mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
+        layers = [eqx.nn.Linear(8, 8, key=jax.random.key(i)) for i in range(2)]
+        stages = [
+            mylib.filter_device_put(eqx.filter_vmap(layer), P(), mesh=mesh)
+            for layer, mesh in zip(layers, meshes, strict=True)
+        ]
+        pipe = mylib.mpmd.pipeline(
+            stages,
+            lambda prediction, y: jnp.mean((prediction - y) ** 2),
+            schedule=mylib.mpmd.one_f_one_b(stages=2, microbatches=2),
+        )
+        print(pipe.schedule)
+        ```
     """
 
     def __init__(

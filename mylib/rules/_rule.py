@@ -49,6 +49,18 @@ class Rule:
 
     `&` binds tighter than `|`, as always in Python. One side may be a plain function. Your own
     rules need not subclass this class.
+
+    !!! Example
+
+        ```python
+        class Rows(mylib.rules.Rule):
+            def __call__(self, leaf):
+                return P("data") if leaf.ndim == 2 else mylib.rules.PASS
+
+        rule = Rows() | mylib.rules.replicated()
+        model = eqx.nn.Linear(64, 64, key=jax.random.key(0))
+        model = mylib.filter_shard(model, rule, mesh=mylib.make_mesh(data=8))
+        ```
     """
 
     @abstractmethod
