@@ -807,7 +807,7 @@ def compilation_cache() -> str | None:
 
 @contextmanager
 def names_in_cache_keys() -> Iterator[None]:
-    """Programs that differ in names and lines alone are different ones to the compilation cache."""
+    """Adds names and source lines to the key of the compilation cache."""
     with config.compilation_cache_include_metadata_in_key(True):
         yield
 

@@ -94,7 +94,7 @@ def accumulate(
         assert grads.layers[0].weight.sharding.spec == P("data")
         ```
     """
-    check_dtypes(dtype, reduce_dtype)
+    check_dtypes(dtype, reduce_dtype, name="accumulate")
     if on_one_device.value:
         return eqx.filter_value_and_grad(loss)(model, batch)
     if in_own_dtypes.value:

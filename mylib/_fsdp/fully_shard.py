@@ -223,19 +223,21 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any = None) -> None:
-    """Refuses what weights can't be sent, computed with, or summed in."""
+def check_dtypes(
+    dtype: Any, reduce_dtype: Any, send_dtype: Any = None, name: str = "fully_shard"
+) -> None:
+    """Refuses what weights can't be sent, computed with, or summed in, in a function's name."""
     if send_dtype is not None and jnp.dtype(send_dtype) not in IN_8_BITS:
         raise TypeError(
-            f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
+            f"{name}: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
             "dtypes are sent by dtype="
         )
-    for name, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+    for option, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if x is not None and not jnp.issubdtype(x, jnp.floating):
-            raise TypeError(f"fully_shard: {name}={x!r} is not a floating dtype")
+            raise TypeError(f"{name}: {option}={x!r} is not a floating dtype")
     if None not in (dtype, reduce_dtype) and jnp.promote_types(dtype, reduce_dtype) != reduce_dtype:
         raise TypeError(
-            f"fully_shard: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
+            f"{name}: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
             f"dtype={jnp.dtype(dtype)}, in which gradients are computed"
         )
 

@@ -132,6 +132,7 @@ def plan(
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
+    _check_numbers(micro_batches)
     _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
     sent = _names(send_dtypes)
     _check_offloading(policies, target)
@@ -181,6 +182,14 @@ def _check_place(target: Machine, compile: int, measure: int) -> None:
             f"plan: {jax.process_count()} processes might choose different plans, as each has its "
             "own times. Plan in one process, such as for machine='h100 x 64' on a laptop, save the "
             "plan's as_text(), and read it in all by mylib.Plan.of"
+        )
+
+
+def _check_numbers(micro_batches: Any) -> None:
+    given = micro_batches if isinstance(micro_batches, Sequence) else [None]
+    if not all(isinstance(n, numbers.Integral) and n is not True and n > 0 for n in given):
+        raise TypeError(
+            f"plan: micro_batches={micro_batches!r}: write numbers of at least 1, such as (1, 2, 4)"
         )
 
 

@@ -229,9 +229,7 @@ class _Events:
 
 
 def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Sum], Any]:
-    """Sums that happen together, as the largest of them over all that they sum over, and which are
-    gradients of weights that are sharded.
-    """
+    """Merges sums done together, and tells which are gradients of sharded weights."""
     together: dict[int, list[Sum]] = {}
     for sum_ in traced.program.sums:
         together.setdefault(id(sum_.root), []).append(sum_)

@@ -518,9 +518,11 @@ class Plan:
              "" if x.memory is None else show_bytes(x.memory), self._lost(x), x.reason)
             for x in candidates[:_SHOWN]
         ]  # fmt: skip
+        filled = [i for i, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+        table = [[cells[i] for i in filled] for cells in (_COLUMNS, *rows)]
         left = len(candidates) - _SHOWN
         more = [f"  and {left} more"] if left > 0 else []
-        return ["", heading, *columns([_COLUMNS, *rows], indent="  "), *more]
+        return ["", heading, *columns(table, indent="  "), *more]
 
     def _lost(self, x: Candidate) -> str:
         """Why a candidate was not chosen, in a word."""

@@ -19,7 +19,7 @@ from .trace import SMALL, ArrayIn, TracedStep, role_of
 class Strategy:
     """A mesh, how weights are kept and used on it, and what layers save.
 
-    - `axes`: the mesh axes and their sizes, neighbours last.
+    - `axes`: the mesh axes and their sizes; the last axis has neighbouring devices.
     - `is_sharded`: whether weights are sharded over the axis "data" (FSDP).
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
