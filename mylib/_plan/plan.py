@@ -187,7 +187,7 @@ def _check_place(target: Machine, compile: int, measure: int) -> None:
 
 def _check_numbers(micro_batches: Any) -> None:
     given = micro_batches if isinstance(micro_batches, Sequence) else [None]
-    if not all(isinstance(n, numbers.Integral) and n is not True and n > 0 for n in given):
+    if not all(isinstance(n, numbers.Integral) and n is not True and int(n) > 0 for n in given):
         raise TypeError(
             f"plan: micro_batches={micro_batches!r}: write numbers of at least 1, such as (1, 2, 4)"
         )

@@ -57,4 +57,4 @@ def test_arrays_are_moved():
 def test_other_placements_stand():
     device = SingleDeviceSharding(jax.devices()[0])
     assert mylib.resolve(TREE, where_even(lambda leaf: device)) == dict.fromkeys(TREE, device)
-    assert repr(where_even(P("data"))) == f"where_even({P('data')!r})"
+    assert repr(where_even(P("data"))) == "where_even(P('data'))"
