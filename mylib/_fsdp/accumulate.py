@@ -124,18 +124,21 @@ def accumulate(
         (x.shape, reduce_dtype or x.dtype, at) for x, at in zip(types, route.used, strict=True)
     ]
     value, sums = _sums(of_piece, arrays, rows.arrays, start, (over, axes, pieces))
-
-    def mean(sums: list[Any]) -> list[Any]:
-        count = math.prod(over.shape[axis] for axis in axes) * pieces
-        return summed(route, types, [jnp.sum(x, 0) / count for x in sums])
-
-    if world.mesh.explicit_axes:
-        # The type of a sum would ask for it on each device; now it is a reduce-scatter.
-        mean = on_auto_axes(mean, types)
     grads: list[Any] = [None] * len(gathered)
-    for i, x in zip(trained, mean(sums), strict=True):
+    for i, x in zip(trained, _means(sums, route, types, pieces), strict=True):
         grads[i] = x
     return value, weights.fill(grads)
+
+
+def _means(sums: list[Any], route: Route, types: Sequence[Any], pieces: int) -> list[Any]:
+    """Of the devices' sums; placed as the weights are, whose types these are."""
+
+    def run(sums: list[Any], _: list[Any]) -> list[Any]:
+        return summed(route, types, [jnp.sum(x, 0) / (len(x) * pieces) for x in sums])
+
+    # The type of a sum would ask for it on each device; like this it is a reduce-scatter.
+    on_auto = on_auto_axes(run, types) if current_world().mesh.explicit_axes else run
+    return on_auto(sums, [])
 
 
 def _sums(
