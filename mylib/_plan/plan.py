@@ -132,8 +132,13 @@ def plan(
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
-    _check_numbers(micro_batches)
-    _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    _check(
+        policies,
+        axes,
+        memory,
+        micro_batches,
+        {"compile": compile, "budget": budget, "measure": measure},
+    )
     sent = _names(send_dtypes)
     _check_offloading(policies, target)
     _check_axes(axes, target)
@@ -141,8 +146,7 @@ def plan(
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
-    with _Line(sys.stderr.isatty() if progress is None else progress) as line:
-        line.write(f"planning for {target}: tracing the step")
+    with _Line(progress, f"planning for {target}: tracing the step") as line:
         steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
         steps = steps or [PlannedStep.of(fun, args)]
         step = steps[0]
@@ -150,8 +154,7 @@ def plan(
         classes = _layers(step, layers)
         fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
         traced = trace(step, policies[0], classes, dtype)
-        limits = compile, budget, measure
-        options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
+        options = room, dtype, sent, tuple(policies), tuple(micro_batches), compile, budget, measure
         cached = CachedPlan(traced, target, fixed, sizes, options)
         saved = cached.read()
         if saved is not None:
@@ -185,15 +188,18 @@ def _check_place(target: Machine, compile: int, measure: int) -> None:
         )
 
 
-def _check_numbers(micro_batches: Any) -> None:
+def _check(
+    policies: Sequence[str],
+    axes: Any,
+    memory: Any,
+    micro_batches: Any,
+    limits: Mapping[str, Any],
+) -> None:
     given = micro_batches if isinstance(micro_batches, Sequence) else [None]
     if not all(isinstance(n, numbers.Integral) and n is not True and int(n) > 0 for n in given):
         raise TypeError(
             f"plan: micro_batches={micro_batches!r}: write numbers of at least 1, such as (1, 2, 4)"
         )
-
-
-def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]) -> None:
     unknown = [x for x in policies if x not in POLICIES]
     if unknown or not policies:
         raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")
@@ -338,10 +344,11 @@ _CALLS = 5
 
 
 class _Line:
-    """One line on stderr that is written again and again."""
+    """One line on stderr that is written again and again; by default only on a terminal."""
 
-    def __init__(self, is_on: bool):
-        self._is_on, self._width = is_on, 0
+    def __init__(self, is_on: bool | None, first: str):
+        self._is_on, self._width = sys.stderr.isatty() if is_on is None else is_on, 0
+        self.write(first)
 
     def write(self, text: str) -> None:
         if self._is_on:

@@ -103,7 +103,7 @@ def test_dtypes():
 
 def test_what_is_refused():
     for options, reason in [
-        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)\[0\].*can't be divided into 12"),
+        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)can't be divided into 12.*\[0\]"),
         ({"mesh": GRID, "axes": "rows"}, "the mesh has no axis 'rows'"),
     ]:
         with pytest.raises(mylib.PlacementError, match=reason):

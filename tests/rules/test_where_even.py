@@ -41,8 +41,8 @@ class TestWhereEven:
         said = {row.leaf.parts[0]: row.why.partition("; ")[2] for row in rows}
         assert said == {
             "even": "",
-            "odd": "whole, as 4 does not divide 6",
-            "neither": "whole, as 4 does not divide 3",
+            "odd": "not sharded, as 4 does not divide 6",
+            "neither": "not sharded, as 4 does not divide 3",
         }
 
 
