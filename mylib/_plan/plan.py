@@ -147,14 +147,13 @@ def plan(
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     with _Line(progress, f"planning for {target}: tracing the step") as line:
-        steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
-        steps = steps or [PlannedStep.of(fun, args)]
+        steps = _steps(fun, args, micro_batches)
         step = steps[0]
         check_states(step.args)
         classes = _layers(step, layers)
         fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
         traced = trace(step, policies[0], classes, dtype)
-        options = room, dtype, sent, tuple(policies), tuple(micro_batches), compile, budget, measure
+        options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits.values()
         cached = CachedPlan(traced, target, fixed, sizes, options)
         saved = cached.read()
         if saved is not None:
@@ -173,6 +172,11 @@ def plan(
     if not search.is_interrupted:
         cached.write(chosen)
     return chosen
+
+
+def _steps(fun: Callable[..., Any], args: Any, micro_batches: Sequence[int]) -> list[PlannedStep]:
+    """The step, for each number of micro-batches."""
+    return [PlannedStep.of(fun(n), args, n) for n in micro_batches] or [PlannedStep.of(fun, args)]
 
 
 def _check_place(target: Machine, compile: int, measure: int) -> None:
