@@ -132,13 +132,8 @@ def plan(
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
-    _check(
-        policies,
-        axes,
-        memory,
-        micro_batches,
-        {"compile": compile, "budget": budget, "measure": measure},
-    )
+    limits = {"compile": compile, "budget": budget, "measure": measure}
+    _check(policies, axes, memory, micro_batches, limits)
     sent = _names(send_dtypes)
     _check_offloading(policies, target)
     _check_axes(axes, target)
