@@ -241,7 +241,7 @@ class TestFiles:
         text = message(path)
         assert "(double) was compiled for something else" in text
         assert f"\n  {name}: another, and here {made_for[name]}\n" in text
-        assert "Compile it for what is here" in text
+        assert "Compile it for these devices" in text
 
     def test_every_difference_is_told(self, path):
         saved(path)
