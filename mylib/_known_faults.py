@@ -35,7 +35,7 @@ def _sums_by_group(eqn: Any) -> bool:
 
 
 def _saves_on_host(eqn: Any) -> bool:
-    """Whether it is a loop that saves values of its turns in host memory."""
+    """Whether it is a loop that saves values of its iterations in host memory."""
     return eqn.primitive.name == names.SCAN and any(is_on_host(x.aval) for x in eqn.outvars)
 
 

@@ -27,8 +27,8 @@ class Products(NamedTuple):
 
 
 def products_in(program: Any, each_turn: bool, at_most: float = math.inf) -> Products | None:
-    """Counts what each turn of a scan computes, or the body of a loop once, as the compiler's own
-    analysis does. Equations whose results nothing uses are left out, but loops and branches are
+    """Counts what each iteration of a scan computes, or the body of a loop once, as the compiler's
+    own analysis does. Equations whose results nothing uses are left out, but loops and branches are
     counted whole. None if the program calls code whose work is unknown, or if there are more
     products than `at_most`, when counting ends.
     """

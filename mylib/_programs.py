@@ -9,7 +9,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
-from ._lines import innermost
+from ._lines import innermost, spot
 
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
@@ -125,8 +125,9 @@ _SAME_MATRIX = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
 
 
 class Looped(NamedTuple):
-    """A scan or a `while_loop`: its body, and what the body is given in each turn: constants, what
-    is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is carried.
+    """A scan or a `while_loop`: its body, and what the body is given in each iteration: constants,
+    what is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is
+    carried.
     """
 
     body: Any
@@ -159,9 +160,9 @@ def scan_of(eqn: Any, operands: Sequence[Any]) -> Looped:
 def repeated(
     loop: Looped, turn: Callable[[list[Any]], list[Any]], join: Callable[[Any, Any], Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What holds in every turn of a loop: for what is carried, before and after any number of
-    turns, and for the results of a turn. `turn` gives the results from what the body is given, and
-    `join` says what holds for two values that may be the same one.
+    """What holds in every iteration of a loop: for what is carried, before and after any number of
+    iterations, and for the results of an iteration. `turn` gives the results from what the body is
+    given, and `join` says what holds for two values that may be the same one.
     """
     carry = loop.carry
     while True:
@@ -286,7 +287,7 @@ def scanned(
 ) -> tuple[Any, list[Any], Any]:
     """Calls `turn` in place of the body of a `jax.lax.scan`, with a state and what the body is
     given. It returns the next state, the body's results, and further values. Returns the last
-    state, the results of the scan, and the further values of all turns.
+    state, the results of the scan, and the further values of all iterations.
     """
     carried = len(loop.carry)
 
@@ -311,4 +312,4 @@ def line_of(eqn: Any) -> str:
     frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
     if frame is None:
         return "an unknown line"
-    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return f"{spot(frame.file_name, frame.line_num, frame.file_name)} ({frame.function_name})"

@@ -70,7 +70,7 @@ class Product(Event):
 class Sum(Event):
     """A sum of as many bytes. Sums that are added to each other first are summed together:
     `first` is one of them. `scattered` if the result is constrained to where weights are kept.
-    `after` is where it is all-reduced: outside of loops whose turns only add to it.
+    `after` is where it is all-reduced: outside of loops whose iterations only add to it.
     """
 
     number: int = 0
@@ -413,7 +413,7 @@ class _Apply:
         return loop
 
     def _turns(self, count: int) -> Place:
-        """The body of a loop here, with as many turns."""
+        """The body of a loop here, with as many iterations."""
         places = self.program.places
         places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]

@@ -131,7 +131,7 @@ def _check(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[st
         if reason is not None:
             request = f"{letter!r} of {call.splits} over {', '.join(axes)}, in {call.kernel.name}"
             faults.append(
-                Fault("", None, request, reason, "split another letter, or leave it whole")
+                Fault("", None, request, reason, "split another letter, or leave it unsharded")
             )
     if faults:
         raise PlacementError(faults)
@@ -275,6 +275,6 @@ def _unknown(call: _KernelCall, mesh: AbstractMesh, free: Sequence[str]) -> Faul
         None,
         f"the kernel {call.kernel.name} ({call.splits}), {where}",
         f"the compiler can't tell there how the Auto axes {', '.join(axes)} split its operands",
-        f"say which axis splits which letter, as in mylib.opaque(..., axes={{{shown}}}); others "
+        f"write which axis splits which letter, as in mylib.opaque(..., axes={{{shown}}}); others "
         "are whole. It isn't needed on Explicit axes, and in the layers of mylib.fully_shard",
     )

@@ -66,7 +66,7 @@ class Kernel:
             return jax.make_jaxpr(arrays_of)(*described), outlines[-1]
 
     def work(self, types: Sequence[Any]) -> float | None:
-        """The FLOPs of a call: the reference's, or what Pallas kernels say of themselves."""
+        """The FLOPs of a call: the reference's, or what Pallas kernels report of themselves."""
         program, _ = self.program(types)
         calls = [eqn for eqn in all_equations(program) if is_opaque(eqn)]
         if calls and self.like is None:

@@ -48,13 +48,30 @@ SMALL = 2**12
 
 
 class PlanError(MylibError, ValueError):
-    """There is no plan, or none that can be applied. The message says why, and what to change."""
+    """There is no plan, or none that can be applied. The message explains why.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        batch = np.ones((16, 64), np.float32)
+        try:
+            mylib.plan(step, batch, model, memory=10_000, compile=0)
+        except mylib.PlanError as error:
+            print(error)  # by how much the smallest candidate misses
+        ```
+    """
 
 
 @dataclass(frozen=True)
 class PlannedStep:
     """A step, and its arguments without numbers. `batch` is the position of the batch, which the
-    step cuts into as many `micro_batches`; with one it is whole.
+    step cuts into as many `micro_batches`; with one it is not cut.
     """
 
     fun: Callable[..., Any]

@@ -34,6 +34,16 @@ _SHAKEN = 2, 14
 class VerifyError(AssertionError):
     """A step differs from the same step on one device. `report` is the [`mylib.testing.Verified`][]
     with all of its results.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        try:
+            mylib.testing.verify(step, jnp.ones(8))
+        except mylib.testing.VerifyError as error:
+            print(error.report.wrong)
+        ```
     """
 
     def __init__(self, report: "Verified"):
@@ -55,6 +65,15 @@ class Verified:
     - `known`: faults of compilers that are known, and that the step may have met.
     - `differs`: whether any result differs by more than rounding explains, or any copies differ.
     - `wrong`: the results that differ.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        verified = mylib.testing.verify(step, jnp.ones(8))
+        assert not verified.differs
+        print(verified)
+        ```
     """
 
     name: str
@@ -109,7 +128,7 @@ def verify(
     high: int | None = None,
     seed: int = 0,
 ) -> Verified:
-    """Runs a step as it is placed, on the devices that are here, and on one device, and compares
+    """Runs a step as it is placed, on the available devices, and on one device, and compares
     all results: losses, gradients, updated weights, states. Simulated devices will do.
 
     The step runs twice: in float64, which tells a wrong program from rounding, and in its own

@@ -77,8 +77,8 @@ def assert_split(kernel: Callable[..., Any], /, *args: Any) -> None:
     _check(run, arrays, seen)
     if not seen:
         raise TypeError(
-            "assert_split: it calls no function of mylib.opaque with dims= or like=, which say how "
-            "a kernel may be split"
+            "assert_split: it calls no function of mylib.opaque with dims= or like=, which "
+            "describe how a kernel may be split"
         )
     try:
         _check(gradient, arrays, seen)
