@@ -16,6 +16,11 @@ from ._lines import innermost
 KERNEL = "mylib_kernel"
 
 
+def kernel_of(eqn: Any) -> tuple[Any, Any]:
+    """What an equation of this primitive calls, and how that may be split."""
+    return eqn.params["kernel"], eqn.params["splits"]
+
+
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
     """A jaxpr and all jaxprs inside it, each once. Kernels, and equations for which `without` is
     true, are not entered.

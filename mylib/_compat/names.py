@@ -51,6 +51,8 @@ KNOWN_CALLS = OTHER_CALLS | ELEMENTWISE | {
 
 # Kernels: they run on one device, with values of their own.
 KERNELS = frozenset({"core_map", "mpmd_map", "pallas_call"})
+# The names that `jax.experimental.pallas.ops.tpu.splash_attention` gives its kernels.
+NAMED_SPLASH = r"splash_m[hq]a_(?P<of>fwd|dkv|dq)(?P<segments>_segmented)?_(no_)?residuals"
 
 # Calls without a jaxpr, which can't be analysed.
 OPAQUE_CALLS = frozenset(
@@ -89,6 +91,7 @@ RAGGED_DOT = "ragged_dot_general"
 # `jax.nn.dot_product_attention(..., implementation="cudnn")`.
 CUDNN_BACKWARD = "dot_product_attention_bwd_wrapper"
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+PALLAS = "pallas_call"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"

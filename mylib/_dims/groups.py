@@ -8,16 +8,18 @@ priced in milliseconds.
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._compat import names, opened
-from .._products import products_of_equation
-from .._programs import KERNEL, Looped, is_on_host, jaxprs_in, line_of, loop_of
+from .._products import flops_of_kernel, products_of_equation
+from .._programs import KERNEL, Looped, is_on_host, jaxprs_in, kernel_of, line_of, loop_of
 from .dims import Dims, Nodes
 from .equations import (
     Equation,
@@ -312,7 +314,7 @@ class _Apply:
 
     def kernel(self) -> None:
         """A call that `mylib.opaque` was told how to split."""
-        splits, call = self.param("splits"), self.param("kernel")
+        call, splits = kernel_of(self.eqn)
         self.program.kernels.append((call.name, [x.nodes for x in self.ins]))
         work = call.work(self.in_avals)
         if work is None:
@@ -354,6 +356,23 @@ class _Apply:
         # Two products forward, and five backward.
         count = 2 if self.eqn.name == names.CUDNN_FORWARD else 5
         self._by_letters(letters, "bn", 2.0 * count * b * n * t * h * s[order.index("t")])
+
+    def pallas(self) -> None:
+        """A kernel of splash attention, known by its name, whose rows and heads are independent:
+        all but the last two dimensions of what isn't a mask. All other kernels are unknown.
+        """
+        if not re.search(names.NAMED_SPLASH, self.eqn.params.get(names.PARAM_NAME) or ""):
+            self.unknown()
+            return
+
+        def letters(aval: Any) -> str:
+            rank = len(shape_of(aval))
+            is_mask = not jnp.issubdtype(aval.dtype, jnp.floating)
+            return "-" * rank if is_mask else ascii_lowercase[: rank - 2] + "--"
+
+        flops = flops_of_kernel(self.eqn.source)
+        each = map(letters, (*self.in_avals, *self.out_avals))
+        self._by_letters(each, ascii_lowercase, flops or 0.0)
 
     def ragged(self) -> None:
         """A product of each expert's rows, which are whole, as their number depends on data."""
@@ -718,6 +737,7 @@ _RULES: dict[str, _Rule] = {
     KERNEL: _Apply.kernel,
     names.CUDNN_BACKWARD: _Apply.attended,
     names.CUDNN_FORWARD: _Apply.attended,
+    names.PALLAS: _Apply.pallas,
     names.RAGGED_DOT: _Apply.ragged,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,

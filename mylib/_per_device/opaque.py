@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import in_words
-from .._kernels import HowSplit, Kernel
+from .._kernels import HowSplit, Kernel, KnownCall
 from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
 from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
@@ -198,8 +198,12 @@ class _OpaqueCall:
         if self.fwd is not None:
             run = jax.custom_vjp(run)
             run.defvjp(*(_sealed(self._in_layer(x)) for x in (self._forward, self._backward)))
-        elif self.kernel is not None and self.kernel.like is not None:
-            run = self._with_derivative(run, self.kernel)
+        elif self.kernel is not None and self.how is not None:
+            known = self.how.known(self.kernel, list(map(jnp.asarray, arrays)))
+            if known.is_plain:
+                run = self._with_derivative(run, self.kernel)
+            elif known.has_own:
+                run = self._with_own_derivative(run, known)
         result = run(arrays)
         return self.result.fill(result)
 
@@ -237,6 +241,24 @@ class _OpaqueCall:
             return results, tangents_of(*primals, *tangents)
 
         run.defjvp(self._in_layer(derivative))
+        return run
+
+    def _with_own_derivative(self, run: Callable[..., Any], known: KnownCall) -> Any:
+        """The call with the derivative of its function, which each device takes for its parts."""
+
+        def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
+            return self._primal(arrays), arrays
+
+        def backward(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays]:
+            moving = [x for x in cotangents if x.dtype != jax.dtypes.float0]
+            assert self.how is not None
+            call = known.backward(arrays)
+            found = iter(cast(call([*arrays, *moving], self.how.axes), self.axes))
+            are_moving = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+            return ([next(found) if is_moving else None for is_moving in are_moving],)
+
+        run = jax.custom_vjp(run)
+        run.defvjp(*(_sealed(self._in_layer(x)) for x in (forward, backward)))
         return run
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
