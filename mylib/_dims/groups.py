@@ -121,6 +121,7 @@ class Reading:
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
     - `kernels`: the names of kernels, with the dimensions of their operands.
+    - `alone`: kernels that are known, and that compilers can't split, with a line that has them.
     - `unpriced`: the lines of kernels of which it is unknown what they compute.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
@@ -144,6 +145,7 @@ class Reading:
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
     kernels: list[tuple[str, list[Nodes]]] = field(default_factory=list)
+    alone: dict[str, str] = field(default_factory=dict)
     unpriced: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
@@ -361,9 +363,11 @@ class _Apply:
         """A kernel of splash attention, known by its name, whose rows and heads are independent:
         all but the last two dimensions of what isn't a mask. All other kernels are unknown.
         """
-        if not re.search(names.NAMED_SPLASH, self.eqn.params.get(names.PARAM_NAME) or ""):
+        name = self.eqn.params.get(names.PARAM_NAME) or ""
+        if not re.search(names.NAMED_SPLASH, name):
             self.unknown()
             return
+        self.program.alone.setdefault(name, _line(self.eqn))
 
         def letters(aval: Any) -> str:
             rank = len(shape_of(aval))
