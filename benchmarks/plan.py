@@ -91,7 +91,7 @@ class ExpertBlock(Block):
         # Which of the words of its expert it is, where the best choices of all words come first.
         place = jnp.cumsum(takes, 1) + jnp.pad(jnp.sum(takes, 1, keepdims=True), _LATER)[:, :, :2]
         place = jnp.sum(takes * (place - 1), -1)
-        taken = takes[..., None] * jax.nn.one_hot(place, room)[..., None, :]
+        taken = takes[..., None] * jax.nn.one_hot(place.astype(jnp.int32), room)[..., None, :]
         back = jnp.sum(taken * jax.nn.softmax(best)[..., None, None], 2).astype(y.dtype)
         x = jnp.einsum("btec,btd->becd", jnp.sum(taken, 2).astype(y.dtype), y)
         gate, up = (jnp.einsum("becd,edh->bech", x, w) for w in (self.gate, self.up))
@@ -287,8 +287,8 @@ def cells(truth: Truth, plan: mylib.Plan) -> list[str]:
 
 
 class WithKernel(NamedTuple):
-    """A step with attention by a kernel, its published seconds and strategy. `place` is the number
-    of the published one among the plan's, if it must be the first.
+    """A step with attention by a kernel, its published seconds and a part of the name of its
+    published strategy.
     """
 
     name: str
@@ -301,7 +301,7 @@ class WithKernel(NamedTuple):
     gated: bool = True
     experts: int = 0
 
-    def plan(self) -> mylib.Plan:
+    def plan(self, **options: Any) -> mylib.Plan:
         is_tpu = self.machine.chip.platform == "tpu"
         if not is_tpu:
             describe_cudnn(91000, (9, 0))  # whose traces need a GPU otherwise
@@ -310,9 +310,10 @@ class WithKernel(NamedTuple):
             (int(self.sequences * self.machine.count), self.time), jnp.int32
         )
         policies = ("full", "dots", "all") + ("offload_inputs", "offload") * is_tpu
+        given = {"machine": self.machine, "dtype": jnp.bfloat16, "compile": 0, "policies": policies}
         return mylib.plan(
-            step, batch, model, eqx.filter_eval_shape(OPTIM.init, model), machine=self.machine,
-            layers=type(model.blocks), dtype=jnp.bfloat16, compile=0, policies=policies,
+            step, batch, model, eqx.filter_eval_shape(OPTIM.init, model), layers=type(model.blocks),
+            **{**given, **options},
         )  # fmt: skip
 
 
@@ -326,7 +327,7 @@ WITH_KERNELS = (
     WithKernel("Mixtral 8x7B", _V6E, MIXTRAL_8X7B, 12, 4096, 13.48, "FSDP 256", experts=8),
     WithKernel("GPT-3 175B", _V6E, GPT3_175B, 3, 2048, 17.18, "FSDP 256", gated=False),
     WithKernel("405B", _H100(hosts=16), LLAMA3_405B, 0.25, 8192, 18.79, "FSDP 16 x TP 8"),
-    WithKernel("70B, few rows", _H100(hosts=8), LLAMA3_70B, 0.25, 8192, 0, "splits saved"),
+    WithKernel("70B, few rows", gpu("h100", hosts=8), LLAMA3_70B, 0.25, 65536, 0, "splits saved"),
 )
 
 

@@ -143,7 +143,7 @@ def products_of_splash(
     """Those of a kernel of splash attention, by its name, and by the shapes of its operands and
     whether they are of integers. None if it is another kernel.
     """
-    found = re.search(names.NAMED_SPLASH, name)
+    found = re.search(names.KERNEL_SPLASH, name)
     if found is None:
         return None
     queries, keys = [shape for shape, is_int in operands if not is_int][:2]

@@ -14,11 +14,13 @@ from ._lines import innermost
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
 KERNEL = "mylib_kernel"
+# Parameters of its equations.
+_CALLED, _SPLITS = "kernel", "splits"
 
 
 def kernel_of(eqn: Any) -> tuple[Any, Any]:
     """What an equation of this primitive calls, and how that may be split."""
-    return eqn.params["kernel"], eqn.params["splits"]
+    return eqn.params[_CALLED], eqn.params[_SPLITS]
 
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
@@ -204,6 +206,22 @@ def is_opaque(eqn: Any) -> bool:
     if name in names.KNOWN_CALLS:
         return False
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
+
+
+def opaque_calls(program: Any) -> Iterator[Any]:
+    """Its equations that call code that can't be analysed, without those of `equinox.error_if`."""
+
+    def checks(eqn: Any) -> bool:
+        return eqn.primitive.name == names.COND and any(map(only_calls_back, jaxprs_in(eqn)))
+
+    for jaxpr in all_jaxprs(program, without=checks):
+        yield from filter(is_opaque, opened(jaxpr).eqns)
+
+
+def only_calls_back(program: Any) -> bool:
+    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
+    eqns = opened(program).eqns
+    return bool(eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in eqns)
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)

@@ -19,7 +19,16 @@ import jax.numpy as jnp
 
 from .._compat import names, opened
 from .._products import flops_of_kernel, products_of_equation
-from .._programs import KERNEL, Looped, is_on_host, jaxprs_in, kernel_of, line_of, loop_of
+from .._programs import (
+    KERNEL,
+    Looped,
+    is_on_host,
+    jaxprs_in,
+    kernel_of,
+    line_of,
+    loop_of,
+    only_calls_back,
+)
 from .dims import Dims, Nodes
 from .equations import (
     Equation,
@@ -364,7 +373,7 @@ class _Apply:
         all but the last two dimensions of what isn't a mask. All other kernels are unknown.
         """
         name = self.eqn.params.get(names.PARAM_NAME) or ""
-        if not re.search(names.NAMED_SPLASH, name):
+        if not re.search(names.KERNEL_SPLASH, name):
             self.unknown()
             return
         self.program.alone.setdefault(name, _line(self.eqn))
@@ -453,7 +462,7 @@ class _Apply:
 
     def call(self) -> None:
         """A checkpoint, or the branches of a condition, all of which are counted."""
-        called = [x for x in jaxprs_in(self.eqn.source) if not _only_calls_back(opened(x))]
+        called = [x for x in jaxprs_in(self.eqn.source) if not only_calls_back(x)]
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
             results = self.reader.through(inner, operands, self.place)
@@ -713,11 +722,6 @@ class _Apply:
 
 def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
-
-
-def _only_calls_back(jaxpr: Any) -> bool:
-    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
-    return bool(jaxpr.eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in jaxpr.eqns)
 
 
 def _line(eqn: Equation) -> str:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._errors import in_words
 from .._kernels import HowSplit, Kernel, KnownCall
 from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
+from .._programs import line_of, opaque_calls
 from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
@@ -264,6 +265,7 @@ class _OpaqueCall:
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None
         _, args, _ = self._filled(arrays)
+        self._refuse_kernels("fwd", self.fwd, args)
         returned = self.fwd(*args)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
@@ -284,8 +286,24 @@ class _OpaqueCall:
 
     def _backward(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays]:
         assert self.bwd is not None
-        returned = self.bwd(self.residuals.fill(residuals), self.result.fill(cotangents))
+        args = self.residuals.fill(residuals), self.result.fill(cotangents)
+        self._refuse_kernels("bwd", self.bwd, args)
+        returned = self.bwd(*args)
         return (cast(self._by_array(returned), self.axes),)
+
+    def _refuse_kernels(self, which: str, rule: Callable[..., Any], args: Any) -> None:
+        """Refuses a rule that calls a kernel as it is: how it may be split isn't known."""
+        if self.how is None or self.kernel is None or manual_axes():
+            return
+        program = jax.make_jaxpr(lambda: outlined(rule(*args))[0])()
+        for eqn in opaque_calls(program):
+            line = line_of(eqn)
+            raise TypeError(
+                f"opaque: {which}= of {self.kernel.name} calls {eqn.primitive.name}"
+                + f" ({line})" * bool(line)
+                + ", and compilers can't tell how that may be split. Make the function that calls "
+                'it opaque, too: mylib.opaque(f, dims="...") or mylib.opaque(f, like=...)'
+            )
 
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""
