@@ -79,7 +79,9 @@ def opaque(
         the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
         split alike, into a number of parts that divides all of them; of size 1, they are whole.
         Letters that no result has, or that an array has twice, are whole. With both, `dims` says
-        what may be split, and `like` gives the derivative.
+        what may be split, and `like` gives the derivative. Without `like`, `fwd` and `bwd` it is
+        `fun`'s own, if JAX can differentiate it: each device computes `fun` again for its parts,
+        with letters whole that a differentiated argument lacks.
     - `whole`: further letters that are whole, as in `"t d"`, such as those along which `fun`
         numbers its rows.
     - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are
@@ -88,7 +90,7 @@ def opaque(
         tell there. With `like`, letters are named `a`, `b`, ... in the order of the arguments.
     - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and
         residuals; `bwd(residuals, cotangent)` returns a tuple with a cotangent, or None, for each
-        argument. Both may contain opaque calls.
+        argument. Kernels that they call must be opaque functions themselves.
 
     **Returns:**
 
@@ -103,11 +105,13 @@ def opaque(
 
     `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
     derivative, `like` or `dims`. Calls raise it if they return something else than described above,
-    and if `dims` doesn't fit the arrays or `like` can't be read.
+    if `dims` doesn't fit the arrays, if `like` can't be read, and if `fwd` or `bwd` of a function
+    with either calls a kernel that isn't opaque.
 
     [`mylib.PlacementError`][], naming the operands, if an axis splits a dimension that is whole or
-    that it doesn't divide, and if `axes` is needed. On Auto axes of CPUs and GPUs the compiler
-    raises it, as a `jax.errors.JaxRuntimeError` with the same text.
+    that it doesn't divide, and if `axes` is needed, as it also is for callbacks on Auto axes. On
+    Auto axes of CPUs and GPUs the compiler raises it, as a `jax.errors.JaxRuntimeError` with the
+    same text.
 
     !!! Example
 
