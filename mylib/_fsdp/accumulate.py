@@ -25,8 +25,9 @@ from .._placement import (
 )
 from .._tree import Leaves, split
 from ..rules import replicated
+from .explicit_axes import on_auto_axes
 from .fully_shard import check_dtypes, faults_of_weights
-from .gather import Route, gather_weights, summed
+from .gather import Route, gather_weights, keep, summed
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ def accumulate(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, or can't be
-    divided into pieces; and on Explicit axes.
+    divided into pieces.
 
     !!! Example
 
@@ -122,22 +123,33 @@ def accumulate(
     start = [
         (x.shape, reduce_dtype or x.dtype, at) for x, at in zip(types, route.used, strict=True)
     ]
-    value, means = _means(of_piece, arrays, rows.arrays, start, (over, axes, pieces))
+    value, sums = _sums(of_piece, arrays, rows.arrays, start, (over, axes, pieces))
     grads: list[Any] = [None] * len(gathered)
-    for i, x in zip(trained, summed(route, types, means), strict=True):
+    for i, x in zip(trained, _means(sums, route, types, pieces), strict=True):
         grads[i] = x
     return value, weights.fill(grads)
 
 
-def _means(
+def _means(sums: list[Any], route: Route, types: Sequence[Any], pieces: int) -> list[Any]:
+    """Of the devices' sums; placed as the weights are, whose types these are."""
+
+    def run(sums: list[Any], _: list[Any]) -> list[Any]:
+        return summed(route, types, [jnp.sum(x, 0) / (len(x) * pieces) for x in sums])
+
+    # The type of a sum would ask for it on each device; like this it is a reduce-scatter.
+    on_auto = on_auto_axes(run, types) if current_world().mesh.explicit_axes else run
+    return on_auto(sums, [])
+
+
+def _sums(
     of_piece: Callable[[list[Any], list[Any]], Any],
     arrays: list[Any],
     rows: list[Any],
     start: Sequence[tuple[tuple[int, ...], Any, Target | None]],
     where: tuple[AnyMesh, Sequence[str], int],
 ) -> tuple[jax.Array, list[Any]]:
-    """The mean of `of_piece` over all pieces and devices, and of its gradients, which are not yet
-    summed over the devices; `start` are their shapes, dtypes, and where the weights are used.
+    """The mean of `of_piece` over all pieces and devices, and the sums of each device's gradients.
+    `start` are their shapes, dtypes, and where the weights are used.
     """
     mesh, axes, pieces = where
     devices = math.prod(mesh.shape[axis] for axis in axes)
@@ -152,19 +164,25 @@ def _means(
         spec = at.spec if isinstance(at, NamedSharding) else PartitionSpec()
         return _at(jnp.zeros((devices, *shape), dtype), mesh, axes, *spec)
 
-    sums = jnp.zeros(devices), [zeros(*x) for x in start]
-    cut = [_at(_cut(x, devices, pieces), mesh, None, axes) for x in rows]
-    (value, grads), _ = jax.lax.scan(add, sums, cut)
-    return jnp.mean(value) / pieces, [jnp.sum(x, 0) / (pieces * devices) for x in grads]
+    def cut(x: Any) -> Any:
+        """Rows in pieces, and of each piece those of each device."""
+        others = [_entry(x, dim, mesh) for dim in range(1, x.ndim)]
+        x = _at(x, mesh, axes, *others).reshape(devices, pieces, -1, *x.shape[1:])
+        return _at(x.swapaxes(0, 1), mesh, None, axes, None, *others)
+
+    sums = _at(jnp.zeros(devices), mesh, axes), [zeros(*x) for x in start]
+    (value, grads), _ = jax.lax.scan(add, sums, [cut(x) for x in rows])
+    return jnp.mean(value) / pieces, grads
 
 
-def _cut(x: Any, devices: int, pieces: int) -> Any:
-    """Rows in pieces, and of each piece those of each device."""
-    return x.reshape(devices, pieces, -1, *x.shape[1:]).swapaxes(0, 1)
+def _entry(x: Any, dim: int, mesh: AnyMesh) -> Any:
+    """How a dimension that isn't that of the rows stays sharded."""
+    entry = jax.typeof(x).sharding.spec.partitions[dim] if mesh.explicit_axes else None
+    return PartitionSpec.UNCONSTRAINED if entry is None and mesh.auto_axes else entry
 
 
 def _at(x: Any, mesh: AnyMesh, *spec: Any) -> Any:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    return keep([x], (NamedSharding(mesh, PartitionSpec(*spec)),))[0]
 
 
 def _faults(rows: Leaves, mesh: AnyMesh, axes: Sequence[str], pieces: int) -> Iterator[Fault]:
@@ -175,9 +193,6 @@ def _faults(rows: Leaves, mesh: AnyMesh, axes: Sequence[str], pieces: int) -> It
         fix = f"axes= names those of the rows, of {', '.join(mesh.axis_names) or 'no mesh'}"
         yield because(f"the mesh has no axis {missing[0]!r}", fix, request)
         return
-    if mesh.explicit_axes:
-        fix = "use a mesh of mylib.make_mesh, or fully_shard in the loss, and a loop"
-        yield because("sums can't be put off on Explicit axes", fix, request)
     parts = math.prod(mesh.shape[axis] for axis in axes) * pieces
     for i, x in enumerate(rows.arrays):
         if not x.shape or x.shape[0] % parts:

@@ -78,6 +78,7 @@ class Program:
     in_turn: bool = True
     prefetch: int = 0
     saved: bool = False
+    send_dtype: str | None = None
     optimiser: str = "none"
     donate: bool = False
     set_mesh: bool = True
@@ -195,6 +196,9 @@ def draw(seed: int) -> Program:
         and layers != "inner"
         and random.Random(-1 - seed).random() < 0.6
     )
+    in_8_bits = random.Random(-3 - seed)
+    if in_8_bits.random() < 0.3:
+        options["send_dtype"] = in_8_bits.choice(["float8_e4m3fn", "int8"])
     return Program(
         seed,
         mesh,
@@ -604,7 +608,20 @@ def inputs_of(program: Program, axes: Sequence[str]) -> tuple[Any, Any, Any, Any
     count = 2 if program.way == "two models" else 1
     built = [build(program, program.seed + i, axes) for i in range(count)]
     models = tuple(model for model, _ in built)
+    if program.send_dtype is not None:
+        models = in_two_values(models)
     return models, built[0][1], *data_of(program)
+
+
+def in_two_values(tree: Any) -> Any:
+    """Weights that 8 bits have exactly: of one size, and two signs."""
+
+    def rounded(x: Any) -> Any:
+        if not eqx.is_array(x) or x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jnp.where(x < 0, -0.3, 0.3)
+
+    return jax.tree.map(rounded, tree)
 
 
 def reference(program: Program) -> Any:
@@ -687,7 +704,8 @@ def shards_of(program: Program, mesh: Mesh) -> tuple[Shard, Shard]:
     kept, used = rules_of(program, within=program.way == "ensemble inside")
     dtypes = {
         name: None if value is None else jnp.dtype(value)
-        for name, value in (("dtype", program.dtype), ("reduce_dtype", program.reduce_dtype))
+        for name in ("dtype", "reduce_dtype", "send_dtype")
+        for value in (getattr(program, name),)
     }
     policy = None if program.policy is None else getattr(jax.checkpoint_policies, program.policy)
     options: dict[str, Any] = {
