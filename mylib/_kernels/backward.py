@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._compat import names, opened
 from .._programs import all_equations, all_jaxprs, is_opaque
-from .primitive import Kernel, Type, flops_of, traced
+from .primitive import Type, flops_of, traced
 from .splits import Splits
 
 
@@ -40,7 +40,7 @@ class Backward:
     of its results, the cotangents of the arguments. The function is computed again.
     """
 
-    kernel: Kernel
+    kernel: Any
     are_moving: tuple[bool, ...]
     cotangents: int
     like = None

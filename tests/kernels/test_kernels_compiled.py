@@ -19,6 +19,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 OPTIM = optax.adam(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def by_triton():
+    """JAX 0.10.2 makes Mosaic kernels for GPUs, which lack reductions along one dimension."""
+    option = "jax_pallas_use_mosaic_gpu"
+    is_there = hasattr(jax.config, option)
+    if is_there:
+        jax.config.update(option, False)
+    yield
+    if is_there:
+        jax.config.update(option, True)
+
+
 BOTH = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 SENT = re.compile(
     r"= [^=]* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
