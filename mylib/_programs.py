@@ -1,6 +1,6 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -208,13 +208,16 @@ def is_opaque(eqn: Any) -> bool:
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
 
 
-def opaque_calls(program: Any) -> Iterator[Any]:
-    """Its equations that call code that can't be analysed, without those of `equinox.error_if`."""
+def opaque_calls(program: Any, without: Collection[str] = ()) -> Iterator[Any]:
+    """Its equations that call code that can't be analysed, without those of `equinox.error_if`, and
+    those in calls of some names.
+    """
 
-    def checks(eqn: Any) -> bool:
-        return eqn.primitive.name == names.COND and any(map(only_calls_back, jaxprs_in(eqn)))
+    def is_left_out(eqn: Any) -> bool:
+        checks = eqn.primitive.name == names.COND and any(map(only_calls_back, jaxprs_in(eqn)))
+        return checks or eqn.primitive.name in without
 
-    for jaxpr in all_jaxprs(program, without=checks):
+    for jaxpr in all_jaxprs(program, without=is_left_out):
         yield from filter(is_opaque, opened(jaxpr).eqns)
 
 

@@ -8,22 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import names, opened
-from .._programs import all_equations, all_jaxprs, is_opaque
+from .._compat import names
+from .._programs import opaque_calls
 from .primitive import Type, flops_of, traced
 from .splits import Splits
 
 
 def calls_kernels(program: Any) -> bool:
-    return any(map(is_opaque, all_equations(program)))
+    return any(True for _ in opaque_calls(program))
 
 
 def has_derivative(program: Any) -> bool:
     """Whether JAX can differentiate it: all calls that can't be analysed are in functions with
     derivatives of their own.
     """
-    outside = all_jaxprs(program, without=lambda eqn: eqn.primitive.name in _WITH_DERIVATIVES)
-    return not any(is_opaque(eqn) for x in outside for eqn in opened(x).eqns)
+    return not any(True for _ in opaque_calls(program, without=_WITH_DERIVATIVES))
 
 
 _WITH_DERIVATIVES = {names.CUSTOM_JVP_CALL, names.CUSTOM_VJP_CALL}

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._compat import requires_devices, without_types_of_shard_map
 from .._products import flops_of_kernel, products_in
-from .._programs import KERNEL, all_equations, is_opaque
+from .._programs import KERNEL, opaque_calls
 from .._tree import Outline, outlined
 from .axes import agreed, operands_of, specs_of
 from .lowering import lowered
@@ -94,7 +94,7 @@ def traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
 
 def flops_of(program: Any) -> float | None:
     """The FLOPs of a jaxpr: its kernels', or without any those of plain JAX."""
-    known = [flops_of_kernel(eqn) for eqn in all_equations(program) if is_opaque(eqn)]
+    known = list(map(flops_of_kernel, opaque_calls(program)))
     if known:
         return None if None in known else sum(x for x in known if x is not None)
     counted = products_in(program, each_turn=True)

@@ -257,8 +257,10 @@ class _OpaqueCall:
         def backward(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays]:
             moving = [x for x in cotangents if x.dtype != jax.dtypes.float0]
             assert self.how is not None
-            call = known.backward(arrays)
-            found = iter(cast(call([*arrays, *moving], self.how.axes), self.axes))
+            call, axes = known.backward(arrays), self.how.axes
+            # Letters that are whole here are split in the call itself.
+            axes = axes and tuple(x for x in axes if x[0] in call.splits.parts)
+            found = iter(cast(call([*arrays, *moving], axes), self.axes))
             are_moving = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
             return ([next(found) if is_moving else None for is_moving in are_moving],)
 

@@ -269,6 +269,9 @@ class TestContexts:
         near(jax.jit(gradient(f))(*args), gradient(jnp.multiply)(x, jnp.arange(16.0)))
         assert collectives(gradient(f), *args) == []
         mylib.testing.assert_split(f, x[:2, :2], jnp.arange(2.0))
+        if kind == AxisType.Auto:
+            f = mylib.opaque(scaled, dims="n d, d -> n d", axes={"n": "data", "d": "model"})
+            near(jax.jit(gradient(f))(*args), gradient(jnp.multiply)(x, jnp.arange(16.0)))
 
     def test_a_kernel_in_a_derivative_is_opaque_itself(self):
         sine, cosine = on_host(np.sin), on_host(np.cos)
