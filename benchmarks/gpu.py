@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                  each step, on the GPU that is here
     python benchmarks/gpu.py --only llama     steps with this in their name
+    python benchmarks/gpu.py --pieces         the link to the host, weights in 8 bits, kernels
 
 Each step is compiled here, where XLA's autotuner measures kernels, and in a process that has no
 GPU; is saved, loaded and run. Each runs in a process of its own, so that the most memory it had in
@@ -28,11 +29,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from side_by_side import print_header, print_row
 from training_step import Size, Work, by_xla, on_gpu, step_of
 
 import mylib
+from mylib._fsdp.quantised import Scales, quantised, restored
 
 GIB = 2**30
 STEPS = 20
@@ -155,6 +157,72 @@ def in_process(*options: str, **variables: str) -> Measures | None:
         return json.load(file)
 
 
+def pieces(chip: str) -> None:
+    """Rates of the link to the host, and times of `send_dtype`, of `opaque` and of offloading."""
+    mesh = mylib.machines.here().mesh(data=-1)
+    sheet = mylib.machines.CHIPS[chip].host_bandwidth or 0.0
+    here, host = (NamedSharding(mesh, P(), memory_kind=x) for x in ("device", "pinned_host"))
+    x = jax.device_put(jnp.ones(2**28), here)
+    for name, given, to in ("to the host", x, host), ("back", jax.device_put(x, host), here):
+        rate = x.nbytes / seconds_of(jax.jit(lambda x: x, out_shardings=to), given)
+        print(f"{name}: {rate / 1e9:.1f} GB/s, {rate / sheet:.2f} of the data sheet's")
+    scales = Scales((4096, 4096), (1,), here, here)
+    weights = jax.random.normal(jax.random.key(0), (48, 4096, 4096), jnp.bfloat16)
+    for dtype in map(jnp.dtype, (jnp.float8_e4m3fn, jnp.int8)):
+        send = jax.jit(jax.vmap(lambda w, dtype=dtype: quantised(w, scales, dtype)))
+        use = jax.jit(jax.vmap(lambda x, scale: restored(x, scale, scales, jnp.bfloat16)))
+        times = [seconds_of(send, weights), seconds_of(use, *send(weights))]
+        both = [f"{1e6 * x / len(weights):.1f}" for x in times]
+        print(f"4096 x 4096 bfloat16 as {dtype}: {both[0]} us to send, {both[1]} us to use")
+    q = jax.random.normal(jax.random.key(0), (8, 1024, 16, 64), jnp.bfloat16)
+    told = mylib.opaque(on_gpu, like=by_xla)
+    for name, f in [("cuDNN's attention", on_gpu), ("the same in opaque", told)] * 2:
+        gradient = jax.grad(lambda *qkv, f=f: jnp.sum(f(*qkv).astype(jnp.float32)), (0, 1, 2))
+        both = [f"{1e6 * seconds_of(jax.jit(g), q, q, q):.0f}" for g in (f, gradient)]
+        print(f"{name}, {q.shape}: {both[0]} us, with its gradient {both[1]} us")
+    offloading()
+
+
+def offloading() -> None:
+    """A scan of 16 layers whose products are saved on the host, on the device, or not at all."""
+    policies = jax.checkpoint_policies
+    weights = jax.random.normal(jax.random.key(0), (16, 4096, 4096), jnp.bfloat16) / 64
+    x = jax.random.normal(jax.random.key(1), (16384, 4096), jnp.bfloat16)
+    for where, policy in {
+        "on the host": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        "on the device": policies.dots_with_no_batch_dims_saveable,
+        "nowhere": None,
+    }.items():
+
+        @mylib.filter_checkpoint(policy=policy, prevent_cse=False)
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return x + jnp.sin(x @ w)
+
+        def loss(weights: jax.Array, layer: Any = layer) -> jax.Array:
+            y, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        compiled = jax.jit(jax.grad(loss)).lower(weights).compile()
+        memory = compiled.memory_analysis()
+        sizes = memory.temp_size_in_bytes / GIB, memory.host_temp_size_in_bytes / GIB
+        print(
+            f"products saved {where}: {1e3 * seconds_of(compiled, weights):.1f} ms, {sizes[0]:.2f} "
+            f"GiB of temporaries, {sizes[1]:.2f} GiB on the host, "
+            f"gradient {jnp.sum(compiled(weights)):.6g}"
+        )
+
+
+def seconds_of(call: Callable[..., Any], *arguments: Any) -> float:
+    result, times = jax.block_until_ready(call(*arguments)), []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            result = call(*arguments)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - began) / STEPS)
+    return median(times)
+
+
 COLUMNS = (
     "step", "estimated s", "its interval", "measured s", "measured / estimated", "memory said GiB",
     "in use GiB", "saved by a process with a GPU", "without", "without, cuBLAS",
@@ -200,11 +268,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="steps with one of these")
     parser.add_argument("--chip", default="h100", help="the GPU that is here")
+    parser.add_argument("--pieces", action="store_true", help="no steps")
     for name in "program", "compile", "load", "save":
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("--cublas", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.pieces:
+        return pieces(given.chip)
     if given.program is None:
         return table(given.only, given.chip)
     if given.compile is not None:

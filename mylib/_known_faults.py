@@ -49,7 +49,7 @@ GROUPED = KnownFault(
     (),
     _sums_by_group,
 )
-# Not in 0.10.2, and no longer in 0.12.0.
+# Not in 0.10.2, and no longer in 0.11.2 (on an H100) and 0.12.0.
 OFFLOADED = KnownFault(
     "XLA reads what a loop has saved in host memory in the wrong order",
     "openxla/xla 46231",

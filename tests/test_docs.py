@@ -108,12 +108,23 @@ def test_code_fits_beside_the_navigation():
     assert not wide
 
 
-def test_pictures_of_placements_are_those_of_jax():
-    """`python tools/draw_placements.py` writes them."""
-    path = _pages.ROOT / "tools/draw_placements.py"
-    spec = importlib.util.spec_from_file_location("draw_placements", path)
+def _tool(name: str):
+    path = _pages.ROOT / f"tools/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_picture_of_a_plan_is_that_of_the_notebook():
+    """`python tools/draw_plan.py` writes it."""
+    tool = _tool("draw_plan")
+    assert tool.draw() == tool.PICTURE.read_text(encoding="utf-8")
+
+
+def test_pictures_of_placements_are_those_of_jax():
+    """`python tools/draw_placements.py` writes them."""
+    tool = _tool("draw_placements")
     for picture in tool.PICTURES:
         kept = _pages.ROOT / f"docs/assets/placement-{picture.name}.svg"
         assert tool.draw(picture) == kept.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 """
 
 import json
+import struct
 import sys
 
 import _pages
@@ -11,6 +12,7 @@ import pytest
 sys.path.append(str(_pages.ROOT / "tools"))
 
 import check_site  # noqa: E402
+import draw_card  # noqa: E402
 import finish_site  # noqa: E402
 
 _HTML = """<html><head><title>Rules - mylib</title>
@@ -77,6 +79,21 @@ def test_the_source_of_a_page():
     path = finish_site.Path("rules/index.html")
     page = finish_site.with_source(_HTML, path, "https://example.org/someone/mylib")
     assert 'href="https://example.org/someone/mylib/blob/main/docs/rules.md"' in page
+
+
+def test_the_card_of_a_page():
+    address = "https://example.org/someone/mylib"
+    page = finish_site.described(_HTML, address)
+    assert f'property="og:image" content="{address}/raw/main/docs/assets/card.png"' in page
+    assert 'name="twitter:card" content="summary_large_image"' in page
+    assert "og:image" not in finish_site.described(_HTML, "")
+    card = draw_card.CARD.read_bytes()
+    assert card[:4] == b"\x89PNG" and struct.unpack(">II", card[16:24]) == draw_card.SIZE
+
+
+def test_the_card_has_the_lines_of_the_first_screen():
+    text = draw_card.page(_pages.README.read_text(encoding="utf-8"))
+    assert "five lines changed, same losses" in text and text.count("\n+ ") == 4
 
 
 def test_an_old_address_that_leads_nowhere_is_a_fault(site, monkeypatch):

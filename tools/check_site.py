@@ -27,6 +27,9 @@ MOVED: dict[str, str] = json.loads((HERE / "moved.json").read_text(encoding="utf
 # A cell of a table in which Markdown has not taken the backslash of an escaped bar away.
 ESCAPED = r"<td>[^\n]*<code>([^<]*\\\|[^<]*)</code>"
 
+# A private class among the bases of a public one.
+PRIVATE = r"Bases: <code>(?:[^<]|<(?!/code>|p))*?>(_\w+)<"
+
 
 class Page(HTMLParser):
     """The names that can be linked to in a page, what it links to, and what it loads."""
@@ -76,6 +79,7 @@ def faults(site: Path) -> list[str]:
         for name in re.findall(r"doc-module-name\">([^<]*)", text):
             found.append(f"{here} shows a module in place of {name}")
         found += [f"{here} shows a backslash in {code}" for code in re.findall(ESCAPED, text)]
+        found += [f"{here} shows {name}" for name in re.findall(PRIVATE, text)]
         if "wzxhzdk:" in text:  # what Markdown puts in the place of HTML until the end
             found.append(f"{here} has lost some of its HTML")
     found += lost(pages, site) + unreachable(pages, site) + alike(pages, site)

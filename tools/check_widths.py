@@ -1,6 +1,7 @@
 """Opens every page of the built site in Chromium, as wide as a phone and as a laptop, and fails
 where a page can be scrolled sideways, or where text has a contrast below 4.5 with what is behind
-it: `python tools/check_widths.py site`. A table or a code block that scrolls by itself is no fault.
+it, in light and in dark: `python tools/check_widths.py site`. A table or a code block that scrolls
+by itself is no fault.
 """
 
 import functools
@@ -32,7 +33,8 @@ function luminance(colours) {  // of colours that are painted over each other
 }
 function faint(root) {  // what is hard to read, each kind once
   const found = new Map();
-  for (const element of root.querySelectorAll("p, li, a, td, th, h1, h2, h3, code, span, label")) {
+  const tags = "p, li, a, td, th, h1, h2, h3, code, span, label, small";
+  for (const element of root.querySelectorAll(tags)) {
     const text = [...element.childNodes].filter(n => n.nodeType == 3).map(n => n.data).join("");
     if (!text.trim() || element.closest("svg, .output, .headerlink")) continue;
     if (!element.getClientRects().length) continue;
@@ -57,10 +59,15 @@ async function measure() {
     document.body.append(frame);
     await loaded;
     const root = frame.contentDocument.documentElement;
+    const still = frame.contentDocument.createElement("style");
+    still.textContent = "* { transition: none !important }";
+    root.append(still);
     if (root.scrollWidth > root.clientWidth)
       found.push(`${page}: ${root.scrollWidth} of ${width} pixels`);
-    if (width == 1280)
-      found.push(...faint(root).map(what => `${page}: contrast of ${what}`));
+    if (width == 1280) for (const scheme of ["default", "slate"]) {
+      frame.contentDocument.body.dataset.mdColorScheme = scheme;
+      found.push(...faint(root).map(what => `${page}, ${scheme}: contrast of ${what}`));
+    }
     frame.remove();
   }
   document.title = "finished " + found.join(" | ");

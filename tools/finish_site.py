@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -41,18 +42,21 @@ REDIRECT = """<!doctype html>
 
 
 def description(page: str) -> str:
-    """The first sentence of the text; of a page of the API, its title."""
+    """The first sentence of the text; of a page that has none, its heading or title."""
     title = html.unescape(_TITLE.search(page)[1]).removesuffix(" - mylib")  # type: ignore[index]
     article = _ARTICLE.search(page)
     for paragraph in _PARAGRAPH.findall(article[0] if article else ""):
         text = " ".join(html.unescape(re.sub(r"<[^>]+>", "", paragraph)).split())
-        sentence = re.match(r".*?[.:](?=\s|$)", text)
+        sentence = re.match(r".*?(?:\.(?=\s|$)|:$)", text)
         if sentence and len(sentence[0].split()) > 6 and not sentence[0].startswith("Guide"):
-            return f"{title}: {sentence[0]}"[:250]
-    return f"{title}, in the documentation of mylib."
+            return textwrap.shorten(f"{title}: {sentence[0][:-1]}.", 250, placeholder=" …")
+    heading = re.search(r"<h1[^>]*>(.*?)(?:<a class=\"headerlink|</h1>)", page, re.DOTALL)
+    said = html.unescape(re.sub(r"<[^>]+>", "", heading[1])).strip() if heading else title
+    return f"{said if ':' in said else title}, in the documentation of mylib."
 
 
-def described(page: str) -> str:
+def described(page: str, address: str) -> str:
+    """`address` is that of the repository: a picture is named by its whole address."""
     text = html.escape(description(page))
     title = _TITLE.search(page)[1]  # type: ignore[index]
     metas = [
@@ -60,8 +64,16 @@ def described(page: str) -> str:
         f'<meta property="og:title" content="{title}">',
         f'<meta property="og:description" content="{text}">',
         '<meta property="og:type" content="website">',
-        '<meta name="twitter:card" content="summary">',
+        f'<meta name="twitter:card" content="{"summary_large_image" if address else "summary"}">',
     ]
+    if address:
+        card = f"{address}/raw/main/docs/assets/card.png"
+        metas += [
+            f'<meta property="og:image" content="{card}">',
+            '<meta property="og:image:width" content="1200">',
+            '<meta property="og:image:height" content="630">',
+            '<meta property="og:image:alt" content="Five changed lines; arrays on four devices">',
+        ]
     return _DESCRIPTION.sub(lambda _: "\n".join(metas), page, count=1)
 
 
@@ -137,7 +149,7 @@ def finish(site: Path) -> None:
     terms = glossary((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
     for path in sorted(site.rglob("index.html")):
         here = path.relative_to(site)
-        page = folded(described(path.read_text(encoding="utf-8")))
+        page = folded(described(path.read_text(encoding="utf-8"), address))
         page = with_source(page, here, address)
         if here.parts[0] not in ("api", "examples", "glossary", "changelog"):
             page = with_glossary(page, terms, "../" * (len(here.parts) - 1) + "glossary/")

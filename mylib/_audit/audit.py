@@ -233,7 +233,8 @@ def _parameters(
     paths = [names(name_of(x)) for x in used]
     # Those of arguments that the program doesn't use are None, which is no leaf.
     shardings = [] if compiled is None else jtu.tree_leaves(compiled.input_shardings)
-    if len(shardings) != len(used):  # JAX doesn't always know those of all arguments
+    # JAX doesn't always know those of all arguments. Then contracts say that they are unknown.
+    if len(shardings) != len(used):
         shardings = [None] * len(used)
     return _described(paths, [array for x in used for array in x.arrays], shardings)
 

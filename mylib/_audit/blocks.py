@@ -11,24 +11,31 @@ from typing import NamedTuple
 
 from .._errors import AuditError
 from .hlo import Array, Instruction, numbers
+from .opcodes import Likeness
+from .values import Value, computed, constant
 
 
 class At(NamedTuple):
     """The blocks lie along dimension `dim`, each of `stride` elements, `blocks` in a row, so
-    that element i is of block `i // stride % blocks`.
+    that element i is of block `i // stride % blocks`. If a sort has put the elements into its
+    `order`, each is somewhere among them: then only the sum of all is known.
     """
 
     dim: int
     stride: int
     blocks: int
+    order: str = ""
 
-    def along(self, dims: Mapping[int, int]) -> "At | None":
-        """Where they are after a move of these dimensions, without others."""
-        return self._replace(dim=dims[self.dim]) if self.dim in dims else None
+    def along(self, dims: Mapping[int, int], adding: bool = False) -> "At | None":
+        """Where they are after a move of these dimensions, without others; or in an operation that
+        is `adding` all that lie along them.
+        """
+        known = self.dim in dims and (adding or not self.order)
+        return self._replace(dim=dims[self.dim]) if known else None
 
     def beside(self, dim: int) -> "At | None":
         """Where they are after something that takes apart this dimension."""
-        return None if self.dim == dim else self
+        return None if self.dim == dim or self.order else self
 
 
 def after_move(x: Instruction, at: At) -> At | None:
@@ -54,7 +61,7 @@ def _reshaped(before: Sequence[int], after: Sequence[int], at: At) -> At | None:
     for dim in reversed(range(len(after))):
         inner = math.prod(after[dim + 1 :])
         if stride % inner == 0 and after[dim] % (stride // inner * at.blocks) == 0:
-            return At(dim, stride // inner, at.blocks)
+            return at._replace(dim=dim, stride=stride // inner)
     return None
 
 
@@ -70,6 +77,49 @@ def _bitcast(before: Array, after: Array, at: At) -> At | None:
     shapes = [before.shape[i] for i in old], [after.shape[i] for i in new]
     moved = _reshaped(*shapes, at._replace(dim=old.index(at.dim)))
     return moved and moved._replace(dim=new[moved.dim])
+
+
+def after_sort(x: Instruction, at: At) -> At:
+    """Where the blocks of each operand are in the results of a sort."""
+    return at._replace(order=x.name) if [at.dim] == x.dims() else at
+
+
+def after_gather(x: Instruction, at: At) -> At | None:
+    """Where they are in a gather that returns each row of its first operand once, in the order of a
+    sort. The TPU's compiler adds many rows to a table so.
+    """
+    rows = numbers(x.attributes.get("collapsed_slice_dims", ""))
+    others = [dim for dim in range(len(x.arrays[0].shape)) if dim not in rows]
+    whole = x.arrays[0].shape == x.operand(0).arrays[0].shape
+    if not whole or len(rows) != 1 or numbers(x.attributes.get("offset_dims", "")) != others:
+        return None
+    order = _permutation(x.operand(1), x.arrays[0].shape[rows[0]])
+    if order is None:
+        return None
+    return at._replace(order=order) if [at.dim] == rows else at
+
+
+def _permutation(x: Instruction, count: int) -> str | None:
+    """The sort that has put the numbers from 0 to `count` into an order, if these are they."""
+    x, path = computed(Value(x))
+    match x.does:
+        case "sort":
+            sorted_numbers = computed(Value(x.operand(path[0] if path else 0))).made_by
+            is_each = sorted_numbers.opcode == "iota" and sorted_numbers.arrays[0].shape == (count,)
+            return x.name if is_each else None
+        case "slice" if x.arrays[0].shape == x.operand(0).arrays[0].shape:
+            return _permutation(x.operand(0), count)
+        case "clamp" if (_single(x.operand(0)), _single(x.operand(2))) == (0, count - 1):
+            return _permutation(x.operand(1), count)
+        case "custom-call" if x.row.like >= Likeness.VALUE:
+            return _permutation(x.operand(0), count)
+    return None
+
+
+def _single(x: Instruction) -> int | None:
+    """The number that all elements of an array are, if it is constant."""
+    x = computed(Value(x)).made_by
+    return constant(Value(x.operand(0) if x.opcode == "broadcast" else x))
 
 
 def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
@@ -120,4 +170,6 @@ def after_product(x: Instruction, operand: int, at: At) -> At | None:
         return None
     factors = [*(_of_convolution if x.does == "convolution" else _of_dot)(x)]
     contracted, free = factors[operand]
-    return At(-1, 1, at.blocks) if at.dim in contracted else at.along(free)
+    if at.dim in contracted and not at.order:
+        return At(-1, 1, at.blocks)
+    return at.along(free)

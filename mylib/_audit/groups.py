@@ -153,6 +153,7 @@ class MeshAxes(NamedTuple):
         # As many devices as the axes along which they differ have: then all of them.
         if math.prod(self.sizes[i] for i in axes) == groups.shape[1]:
             return tuple(self.names[i] for i in axes)
+        # A group that is no part of the mesh still has a name, so that contracts count it.
         return self._parts(groups, axes) or tuple(f"~{self.names[i]}" for i in axes)
 
     def groups(self, names: Sequence[str]) -> Groups:

@@ -19,7 +19,7 @@ _INSTRUCTION = re.compile(
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _FORMS = ("start", "update", "done")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-#]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 # The order of the dimensions; then tiles, the kind of memory, and what changes no size. Other words
@@ -387,7 +387,8 @@ class HloModule:
         for x in self.instructions():
             for name in x.operands:
                 if name not in x.computation.named:
-                    raise AuditError(f"{x} uses %{name}, which is not in the text")
+                    why = _SHORT if "#" in name else "which is not in the text"
+                    raise AuditError(f"{x} uses %{name}, {why}")
             if not x.operands and x.rest and x.opcode not in ("constant", "parameter"):
                 raise AuditError(f"the operands of {x} are not understood: ({x.rest[:80]})")
             self._check_form(x)
@@ -472,6 +473,10 @@ class HloModule:
 
 
 _TWO_ENDS = ("send", "recv")
+_SHORT = (
+    "an element of a tuple, as XLA's dumps of its passes write it, which is not understood: pass "
+    "`as_text()` of the compiled program"
+)
 _NOT_ONE_PROGRAM = (
     "this is not the text of one compiled program: it has {} lines that begin with HloModule. Pass "
     "what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`"

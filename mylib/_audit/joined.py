@@ -84,5 +84,6 @@ def _step(window: Window) -> SentStep:
 
 def _share(steps: Sequence[SentStep], bytes_of: dict[str, int]) -> float:
     """The part of its instructions' time that is a collective's own, by bytes."""
+    # A combined instruction sends several, and a profile has only its whole time.
     total = sum(bytes_of[step.first] for step in steps)
     return sum(step.wire_bytes for step in steps) / total if total else 1.0

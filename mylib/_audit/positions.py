@@ -46,7 +46,8 @@ _COMPARED = {
     "GE": np.greater_equal,
 }
 _WORDS = {"true": 1, "false": 0}
-_DEEP = 60  # the longest chain of operations
+# The longest chain of operations that is followed. A guess; what is longer is unknown.
+_DEEP = 60
 
 
 def positions(x: Instruction, devices: int) -> np.ndarray | None:

@@ -353,7 +353,7 @@ def _divided(report: Report) -> list[str]:
     if share is None or devices == 1:
         return []
     parts = round(1 / share)
-    # Compilers add a few products of their own, and simplify others.
+    # Compilers add a few products of their own, and simplify others. How many is a guess.
     if abs(share * parts - 1) < 0.02:
         return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
     return [f"  each device does {share:.0%} of the products"]

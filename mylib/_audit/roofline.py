@@ -28,7 +28,8 @@ class Estimate:
     - `parts`: the seconds of each part: `"compute"`, `"memory"`, and `"communication over ..."` the
         mesh axes.
     - `exposed`: the seconds in which a device waits for communication, which are a part of
-        `seconds`. The rest of the communication is hidden behind computation.
+        `seconds`. The rest of the communication is hidden behind computation. Waiting for copies to
+        and from the host is not among them.
     - `bound_by`: the part that takes longest.
     - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
     - `assumptions`: the assumptions of the estimate.
@@ -70,6 +71,11 @@ def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
+_ONE_AT_A_TIME = (
+    "one collective runs at a time, beside the operations that are scheduled before its end"
+)
+
+
 def estimate(
     work: Work,
     sent: Sequence[Message],
@@ -87,10 +93,7 @@ def estimate(
     if measured is not None:
         slowest = real = measured_speed(measured, ideal, real)
         assumed = [f"rates are those of {measured.name}, as measured; waiting and idle time are 0"]
-    assumed += [
-        _reached(real),
-        "one collective runs at a time, beside the operations that are scheduled before its end",
-    ]
+    assumed += [_reached(real), _ONE_AT_A_TIME]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
@@ -101,26 +104,40 @@ def estimate(
         parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     communication = sum(parts.values()) - parts["compute"] - parts["memory"]
-    copied = sum(op.times * real.copying(op) for op in work.operations)
-    unknown = any(op.host for op in work.operations) and math.isinf(real.host)
-    if unknown:
-        assumed.append("copies to and from the host cost nothing, as their rate is not known")
-    elif copied:
-        parts["host memory"] = copied
-        assumed.append("copies to and from the host run beside the operations of their iteration")
-    most = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
-    most += communication + copied
+    copied, most_copied, about_copies = _copies(work, real)
+    parts |= {"host memory": copied} if copied else {}
+    assumed += about_copies
+    most = communication + most_copied
+    most += sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
     low = max(low, communication, copied)
-    total = played(work.schedule, real, [each for each, _ in links])
+    # Then as if copies took no time: what is waited for beyond that is the host.
+    total, communicating = (
+        played(work.schedule, speed, [each for each, _ in links])
+        for speed in (real, real._replace(host=math.inf))
+    )
     return Estimate(
         seconds=total,
-        interval=(min(total, low), math.inf if work.unknown or unknown else most),
+        interval=(min(total, low), math.inf if work.unknown else most),
         parts=parts,
-        exposed=max(0.0, total - body),
+        exposed=max(0.0, communicating - body),
         bound_by=max(parts, key=lambda name: parts[name]),
         unknown=work.unknown,
         assumptions=tuple(dict.fromkeys(assumed)),
     )
+
+
+def _copies(work: Work, real: Speed) -> tuple[float, float, list[str]]:
+    """The seconds of copies between the device and its host, those at most, and what is assumed
+    about them.
+    """
+    copied = sum(op.times * real.copying(op) for op in work.operations)
+    if copied:
+        text = "copies to and from the host run beside the operations of their iteration"
+        return copied, copied, [text]
+    if any(op.host for op in work.operations):
+        text = "copies to and from the host cost nothing, as their rate is not known"
+        return 0.0, math.inf, [text]
+    return 0.0, 0.0, []
 
 
 def played(steps: Sequence[Step], speed: Speed, sent: Sequence[float]) -> float:

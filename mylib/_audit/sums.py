@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import At, after_move, after_product
+from .blocks import At, after_gather, after_move, after_product, after_sort
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
 from .opcodes import Likeness
@@ -175,6 +175,11 @@ class Sums(Walk):
                 return frozenset(self._taken(x, t) for t in forms[0])
             case "pad" | "reverse":
                 return self._placed(forms[0], _nowhere)
+            case "sort":
+                sorted_forms = [self._placed(form, lambda at: after_sort(x, at)) for form in forms]
+                return self._local(_key(x), sorted_forms)
+            case "gather" if forms[0] and all(t.at and after_gather(x, t.at) for t in forms[0]):
+                return self._placed(forms[0], lambda at: after_gather(x, at))
         if keeps:
             return self._moved(x, forms[0])
         if x.row.product or x.target:
@@ -289,7 +294,10 @@ class Sums(Walk):
         left = {dim: i for i, dim in enumerate(d for d in range(rank) if d not in reduced)}
         if not x.adds:
             return self._local(_key(x), [self._placed(form, lambda at: at.along(left))])
-        form = frozenset(self._over_blocks(t) if t.at and t.at.dim in reduced else t for t in form)
+        form = frozenset(
+            self._over_blocks(t) if t.at and t.at.dim in reduced and not t.at.order else t
+            for t in form
+        )
         return self._placed(form, lambda at: at.along(left))
 
     def _over_blocks(self, term: Term) -> Term:
@@ -304,11 +312,13 @@ class Sums(Walk):
         rows = [i for i in range(len(x.operand(2).arrays[0].shape)) if i not in window]
         places = [i for i in range(len(x.operand(1).arrays[0].shape)) if i != vector]
         to_row = dict(zip(places, rows, strict=False))
+        each = dict(zip(rows, rows, strict=True))
         given = [
             frozenset(
-                t._replace(near=False) for t in self._placed(indices, lambda at: at.along(to_row))
+                t._replace(near=False)
+                for t in self._placed(indices, lambda at: at.along(to_row, adds))
             ),
-            self._placed(updates, lambda at: at.along(dict(zip(rows, rows, strict=True)))),
+            self._placed(updates, lambda at: at.along(each, adds)),
         ]
         made = self._local(_key(x), given)
         summed = frozenset(self._over_blocks(t) if t.at and adds else t for t in made)
@@ -317,8 +327,11 @@ class Sums(Walk):
     def _taken(self, x: Instruction, term: Term) -> Term:
         if term.at is None:
             return term
-        dim, stride, count = term.at
-        before, after = x.operand(0).arrays[0].shape[dim], x.arrays[0].shape[dim]
+        dim, stride, count, order = term.at
+        before, after = x.operand(0).arrays[0].shape, x.arrays[0].shape
+        if order:
+            return term if before == after else self._torn(term)
+        before, after = before[dim], after[dim]
         if before == after:
             return term
         first = positions(x.operand(1 + dim), self.devices) if x.opcode != "slice" else None

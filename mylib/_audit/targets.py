@@ -76,7 +76,7 @@ TARGETS: dict[str, Meaning] = {
     # Bound by memory: they compute nothing, or little for what they read and write.
     **_called(
         """
-        ApproxTopK AssumeGatherIndicesInBound GatherScatterIndicesBitpacked InspectSharding
+        ApproxTopK GatherScatterIndicesBitpacked InspectSharding
         InvertDiagBlocksLowerTriangular InvertDiagBlocksUpperTriangular LayoutConstraint
         PadRealToStatic PadToStatic PartialReduce Pin ResizeBilinear ResizeBilinearGrad
         ResizeNearest ResizeNearestGrad SPMDFullToShardShape SPMDShardToFullShape SliceToDynamic
@@ -86,7 +86,10 @@ TARGETS: dict[str, Meaning] = {
         "",
     ),
     **_called(" ".join(CALLBACKS), ""),
-    **rows("Sharding MoveToHost MoveToDevice annotate_device_placement", **_PASSED),
+    **rows(
+        "AssumeGatherIndicesInBound Sharding MoveToHost MoveToDevice annotate_device_placement",
+        **_PASSED,
+    ),
     **rows("ConcatBitcast", calls="each", like=Likeness.PART, gathers=True),
     **rows("AllocateBuffer CreateBuffer", calls="each", reserves=True),
     **rows("AsyncCollectiveStart", calls="each", window="start"),

@@ -310,8 +310,6 @@ SCOPE_CONDITION = "cond"
 
 # A donated array is passed again.
 TEXT_DELETED = "deleted"
-# Two donated arguments are the same array.
-TEXT_DONATE = "donate"
 # The start of JAX's warning, which names no array.
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
 # A PartitionSpec without a mesh.
@@ -402,7 +400,9 @@ PROFILE_HLO_OP, PROFILE_HLO_MODULE, PROFILE_PROGRAM_ID = "hlo_op", "hlo_module",
 PROFILE_RUN_ID, PROFILE_DEVICE_ORDINAL = "run_id", "device_ordinal"
 # An operation on a CPU ends in an event with this name, that has the operation's number.
 PROFILE_END_OF_EVENT, PROFILE_PRODUCER, PROFILE_CONSUMER = "end: ", "_p", "_c"
-# Of GPUs and TPUs, by public descriptions: there are no programs for these here.
-PROFILE_MODULES_LINE, PROFILE_STREAM_LINE = "XLA Modules", "Stream"
-PROFILE_OPS_LINE, PROFILE_ASYNC_LINE = "XLA Ops", "Async XLA Ops"
-PROFILE_COMMAND_BUFFER = "command_buffer"
+# Of GPUs: tests/measured has traces of them.
+PROFILE_STREAM_LINE, PROFILE_COMMAND_BUFFER = "Stream", "command_buffer"
+PROFILE_COPIES = "Memcpy", "Memset"
+# Of TPUs, by public descriptions.
+PROFILE_MODULES_LINE, PROFILE_OPS_LINE = "XLA Modules", "XLA Ops"
+PROFILE_ASYNC_LINE = "Async XLA Ops"

@@ -9,4 +9,4 @@ from .checkpoint import (
 )
 from .fully_shard import fully_shard as fully_shard
 from .layer import LAYER_INPUT as LAYER_INPUT, is_layer as is_layer
-from .quantised import IN_8_BITS as IN_8_BITS
+from .quantised import IN_8_BITS as IN_8_BITS, unfit_for_8_bits as unfit_for_8_bits

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from .._compat import names, opened
+from .._compat import names
 from .._errors import Fault, because
 from .._jit import Function, Inputs
 from .._placement import (
@@ -26,9 +26,9 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._programs import jaxprs_among
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
+from .gather import gathered_in_8_bits_p
 from .offloading import checkpoint
 
 P = ParamSpec("P")
@@ -114,27 +114,13 @@ def _is_large_part(avals: Any, params: Any) -> bool:
     return math.prod(stop - start for start, stop in bounds) * 8 >= avals[0].size
 
 
-def _is_resharding_call(avals: Any, params: Any) -> bool:
-    """Whether a function with its own derivative returns only what it has resharded, as that of
-    weights that are sent in 8 bits does.
-    """
-    (program,) = map(opened, jaxprs_among(params.values()))
-    # By id, as literals can't be hashed.
-    made_by = {id(x): eqn for eqn in program.eqns for x in eqn.outvars}
-    made = [made_by.get(id(x)) for x in program.outvars]
-    made = [
-        made_by.get(id(eqn.invars[0])) if eqn and eqn.primitive.name == names.CONVERT else eqn
-        for eqn in made
-    ]
-    return all(eqn is None or eqn.primitive.name in _RESHARDED for eqn in made)
-
-
-_RESHARDED = {names.CONSTRAINT, names.RESHARD, constrain_auto_p.name}
 # By primitive name: when its results are not saved, because they are its operands, moved or
 # rearranged.
 _IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, lambda avals, params: True),
-    names.CUSTOM_JVP_CALL: _is_resharding_call,
+    **dict.fromkeys(
+        names.ONLY_MOVED | {constrain_auto_p.name, gathered_in_8_bits_p.name},
+        lambda avals, params: True,
+    ),
     names.RESHARD: _is_gathered,
     names.DEVICE_PUT: _is_to_device,
     # No narrower.

@@ -85,24 +85,41 @@ def _moved(arrays: list[Any], kept: Targets, used: Targets) -> list[Any]:
 def _gathered_in_8_bits(arrays: list[Any], route: Route) -> list[Any]:
     """The weights where they are used. Those that can be have been sent in `route.send_dtype`."""
     found = list(map(scales_of, arrays, route.kept, route.used))
-    all_scales = [scales for scales in found if isinstance(scales, Scales)]
-    arrays, sent, values = keep(arrays, on_device(route.kept)), list[Any](), list[Any]()
-    for x, scales in zip(arrays, found, strict=True):
-        if isinstance(scales, Scales):
-            x, of_weight = quantised(x, scales, route.send_dtype)
-            values.append(of_weight)
-        sent.append(x if isinstance(scales, Scales) else _cast(x, route.dtype))
-    sent = _moved(sent, route.kept, route.used)
-    kept, used = (tuple(getattr(x, name) for x in all_scales) for name in ("kept", "used"))
-    moved = iter(_moved(values, kept, used))
-    gathered = [
-        restored(x, next(moved), scales, route.dtype or before.dtype)
+    sent, others = [], []
+    for i, scales in enumerate(found):
+        (sent if isinstance(scales, Scales) else others).append(i)
+    cast = [_cast(arrays[i], route.dtype) for i in others]
+    plain = _moved(cast, *(tuple(at[i] for i in others) for at in (route.kept, route.used)))
+    through = _sent_in_8_bits([arrays[i] for i in sent], route.part(sent))
+    both = dict(zip([*others, *sent], [*plain, *through], strict=True))
+    return [both[i] for i in range(len(arrays))]
+
+
+def _sent_in_8_bits(arrays: list[Any], route: Route) -> list[Any]:
+    """Weights that can be sent so; derivatives are those of weights that are sent as they are."""
+    if not arrays:
+        return []
+    program = jax.make_jaxpr(partial(_through_8_bits, route=route))(arrays)
+    move, _ = _gathering(arrays, replace(route, send_dtype=None, reduce_dtype=None))
+    return gathered_in_8_bits_p.bind(*arrays, program=program, move=move)
+
+
+def _through_8_bits(arrays: list[Any], route: Route) -> list[Any]:
+    scales = [
+        scales
+        for scales in map(scales_of, arrays, route.kept, route.used)
         if isinstance(scales, Scales)
-        else x
-        for x, scales, before in zip(sent, found, arrays, strict=True)
     ]
-    # So that a checkpoint's policy sees results of resharding, which it doesn't save.
-    return keep(gathered, route.used)
+    kept = keep(arrays, on_device(route.kept))
+    sent = [quantised(x, of, route.send_dtype) for x, of in zip(kept, scales, strict=True)]
+    weights = _moved([x for x, _ in sent], route.kept, route.used)
+    kept_at, used_at = (tuple(getattr(x, name) for x in scales) for name in ("kept", "used"))
+    values = _moved([value for _, value in sent], kept_at, used_at)
+    restored_all = [
+        restored(x, value, of, route.dtype or before.dtype)
+        for x, value, of, before in zip(weights, values, scales, arrays, strict=True)
+    ]
+    return keep(restored_all, route.used)
 
 
 _gather = jax.custom_jvp(_gathered, nondiff_argnums=(1,))
@@ -152,9 +169,8 @@ def _sink(x: Any, dtype: Any) -> Any:
 @partial(_gather.defjvp, symbolic_zeros=True)
 def _rule(route: Route, primals: Any, tangents: Any) -> Any:
     (arrays,), (tangents,) = primals, tangents
-    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result. Only
-    # weights in 8 bits need it, whose second derivative goes straight through, too.
-    gathered = (_gathered if route.send_dtype is None else _gather)(arrays, route)
+    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
+    gathered = _gathered(arrays, route)
     # Tangents are not rounded to 8 bits.
     plain = replace(route, send_dtype=None)
     index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
@@ -167,14 +183,19 @@ def _rule(route: Route, primals: Any, tangents: Any) -> Any:
 
 
 def _gather_tangents(tangents: list[Any], route: Route) -> Any:
+    move, structure = _gathering(tangents, route)
+    return jtu.tree_unflatten(structure, gathered_tangents_p.bind(*tangents, move=move))
+
+
+def _gathering(tangents: list[Any], route: Route) -> tuple["_Gathering", Any]:
+    """How such tangents are gathered, and the structure of the result."""
     program, shapes = jax.make_jaxpr(partial(_gathered, route=route), return_shape=True)(tangents)
     structure, types = jtu.tree_structure(shapes), list(map(jax.typeof, tangents))
 
     def backward(*cotangents: Any) -> list[Any]:
         return _backward(route, types, *jtu.tree_unflatten(structure, cotangents))
 
-    moved = gathered_tangents_p.bind(*tangents, move=_Gathering(program, backward))
-    return jtu.tree_unflatten(structure, moved)
+    return _Gathering(program, backward), structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,12 +237,18 @@ def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Gathering
 ) -> tuple[Any, Any]:
     mapped = [dim is not None for dim in dims]
+    move, outputs_mapped = _batched(move, axis, mapped)
+    moved = gathered_tangents_p.bind(*batched_at_front(axis, args, dims, mapped), move=move)
+    return moved, [0 if is_mapped else None for is_mapped in outputs_mapped]
+
+
+def _batched(
+    move: _Gathering, axis: Any, mapped: Sequence[bool]
+) -> tuple[_Gathering, Sequence[bool]]:
     program, outputs_mapped = batched(move.program, axis, mapped)
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
     backward = jaxpr_as_fun(batched(summed, axis, outputs_mapped)[0])
-    args = batched_at_front(axis, args, dims, mapped)
-    moved = gathered_tangents_p.bind(*args, move=_Gathering(program, backward))
-    return moved, [0 if is_mapped else None for is_mapped in outputs_mapped]
+    return _Gathering(program, backward), outputs_mapped
 
 
 def batched_at_front(
@@ -240,6 +267,47 @@ batching.fancy_primitive_batchers[gathered_tangents_p] = _batch
 # Forward mode moves the tangents of weights as it moves these.
 relate_as_operands(gathered_tangents_p)
 mlir.register_lowering(gathered_tangents_p, mlir.lower_fun(_run_program, multiple_results=True))
+
+
+# Not a `custom_jvp`, whose rule JAX 0.10 forgets where it takes a derivative of a loop's gradient:
+# then gradients would be those of rounding. And one call, so that a checkpoint's policy saves
+# nothing of it.
+gathered_in_8_bits_p = Primitive("gathered_in_8_bits")
+gathered_in_8_bits_p.multiple_results = True
+
+
+@gathered_in_8_bits_p.def_abstract_eval
+def _abstract_in_8_bits(*avals: Any, program: Any, move: _Gathering) -> Sequence[Any]:
+    return program.out_avals
+
+
+@gathered_in_8_bits_p.def_impl
+def _run_in_8_bits(*arrays: Any, program: Any, move: _Gathering) -> Sequence[Any]:
+    return jaxpr_as_fun(program)(*arrays)
+
+
+def _jvp_in_8_bits(
+    primals: Any, tangents: Any, *, program: Any, move: _Gathering
+) -> tuple[Any, Any]:
+    moved = gathered_tangents_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
+    return gathered_in_8_bits_p.bind(*primals, program=program, move=move), moved
+
+
+def _batch_in_8_bits(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, program: Any, move: _Gathering
+) -> tuple[Any, Any]:
+    mapped = [dim is not None for dim in dims]
+    program, outputs_mapped = batched(program, axis, mapped)
+    move, _ = _batched(move, axis, mapped)
+    args = batched_at_front(axis, args, dims, mapped)
+    sent = gathered_in_8_bits_p.bind(*args, program=program, move=move)
+    return sent, [0 if is_mapped else None for is_mapped in outputs_mapped]
+
+
+ad.primitive_jvps[gathered_in_8_bits_p] = _jvp_in_8_bits
+batching.fancy_primitive_batchers[gathered_in_8_bits_p] = _batch_in_8_bits
+relate_as_operands(gathered_in_8_bits_p)
+mlir.register_lowering(gathered_in_8_bits_p, mlir.lower_fun(_run_in_8_bits, multiple_results=True))
 
 
 def _backward(

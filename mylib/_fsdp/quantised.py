@@ -33,12 +33,17 @@ class Scales:
     used: NamedSharding
 
 
-def scales_of(x: Any, kept: Target | None, used: Target | None) -> Scales | str:
-    """The scales of a weight, or why it is sent as it is."""
+def unfit_for_8_bits(x: Any) -> str:
+    """Why a weight of a layer is sent as it is, wherever it is kept and used; else empty."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return f"its dtype is {x.dtype}"
-    if x.ndim < 2:
-        return f"it has {x.ndim} dimension{'s' * (not x.ndim)}"
+    return f"it has {x.ndim} dimension{'s' * (not x.ndim)}" if x.ndim < 2 else ""
+
+
+def scales_of(x: Any, kept: Target | None, used: Target | None) -> Scales | str:
+    """The scales of a weight, or why it is sent as it is."""
+    if unfit := unfit_for_8_bits(x):
+        return unfit
     if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
         return "no PartitionSpec says where it is kept and used"
     size = kept.mesh.shape

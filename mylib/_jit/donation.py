@@ -61,6 +61,7 @@ class Donation(Step):
         """
         if call.is_abstract:
             return arrays
+        # By identity: two arrays that share memory are left to JAX, which raises.
         donated = list(compress(arrays, self._donated))
         taken = set(map(id, compress(arrays, self._spared)))
         if arrays is not call.arrays:

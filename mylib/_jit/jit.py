@@ -265,8 +265,8 @@ class Jitted(Generic[P, T]):
         return type(self)(copy.deepcopy(self.arrays, memo), self.dispatcher)
 
     def __reduce__(self) -> Any:
-        # Without the programs. The function is stored whole, because tree structures can't be
-        # copied.
+        # Without the programs, which can't be pickled. The function is stored whole, because tree
+        # structures can't be copied.
         names = "donate", "inputs", "out_shardings", "mesh", "options"
         settings = {name: getattr(self.dispatcher, name) for name in names}
         return functools.partial(type(self).of, **settings), (self._compiled_function(),)

@@ -65,6 +65,7 @@ class OutShardings:
 
 def _place(targets: list[Target | None], call: Call) -> None:
     if call.mode != "staged":  # else the surrounding program decides
+        # `check=False`: the targets were checked when the program was traced.
         leaves = split(call.returned.arrays)
         placed = place_leaves(leaves, targets, current_world(), check=False)
         call.returned.arrays = leaves.join(placed)

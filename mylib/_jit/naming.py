@@ -18,7 +18,7 @@ from .._compat import (
 from .._errors import NotHereError, all_words, not_here
 from .._placement import AnyMesh, current_world, same_axes, show_mesh
 from .._text import some
-from .._tree import Kind, is_array, is_of_keys, kind_of, walk
+from .._tree import Kind, is_array, kind_of, walk
 from .steps import Call
 
 # The names of arrays in the program.
@@ -152,21 +152,6 @@ def _about_deleted(text: str, call: Call) -> str:
     )
 
 
-def _about_sharing(text: str, call: Call) -> str:
-    owners: dict[int, str] = {}
-    for name, x in _arguments(call):
-        if kind_of(x) is not Kind.DEVICE or is_of_keys(x) or x.is_deleted():
-            continue
-        for shard in x.addressable_shards:
-            other = owners.setdefault(shard.data.unsafe_buffer_pointer(), name)
-            if other != name:
-                return (
-                    f"{call.wrapped.name} was given {other} and {name}, which share memory and are "
-                    "donated: pass a copy of one"
-                )
-    return ""
-
-
 def _about_numbered(text: str, call: Call) -> str:
     """JAX names arrays by their places in the program."""
     # Functions called by this one have named their own arguments.
@@ -187,7 +172,6 @@ _NOTES: dict[str, Callable[[str, Call], str]] = {
     "": _about_numbered,
     names.TEXT_OTHER_TYPE: _about_layers,
     names.TEXT_DELETED: _about_deleted,
-    names.TEXT_DONATE: _about_sharing,
 }
 
 

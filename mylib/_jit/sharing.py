@@ -11,7 +11,8 @@ from .._tree import Outline, outlined
 from .dispatcher import Dispatcher
 from .recent import Recent
 
-# The most dispatchers that are kept beside one function.
+# The most dispatchers that are kept beside one function. A guess: a program has fewer ways to
+# transform one, and a loop that makes new ones without end must not fill the memory.
 _MOST = 512
 
 

@@ -12,7 +12,7 @@ from .._tree import KeyPath, Leaves, annotations_of, outlined, signature_of, spl
 
 _Parameter = inspect.Parameter
 _ABOUT = ("__module__", "__name__", "__qualname__", "__doc__")
-# The most ways of passing arguments that are kept for a function.
+# The most ways of passing arguments that are kept for a function. More are found anew each time.
 _MOST = 256
 # The order in which a function gets its arguments, as positions in the list of those that a call
 # passes (positional ones, then keyword ones) with some defaults at its end, and these.

@@ -212,6 +212,9 @@ def _enter_x64(wide: bool) -> None:
     """Lets this thread compute in as many bits as the one that lowered the program. JAX 0.10.2 asks
     for partitions in threads of the compiler's, which lack the context of `jax.enable_x64`. What it
     then traces ends after `partition` has returned, so it is left when the thread is asked again.
+
+    Needed with JAX 0.10.2; no public issue is known. May go once `test_random` of
+    `tests/kernels/test_split_kernels.py` passes without it.
     """
     if hasattr(_entered, "context"):
         _entered.context.close()

@@ -1,9 +1,12 @@
 """Reads which instruction ran when, from a trace of `jax.profiler`.
 
 On CPUs each operation is an event of a thread, with its program, its run and its device. GPUs and
-TPUs have a plane for each device. Its line `XLA Modules` has the calls; the operations are in the
-lines of GPUs' streams, and in TPUs' `XLA Ops`, or `Async XLA Ops` while they run beside others.
-These are read by public descriptions: that is tested on no real trace of a GPU or a TPU.
+TPUs have a plane for each device. On GPUs each kernel is an event of a stream, with its program and
+its instruction. In a CUDA graph it has the graph in place of the instruction, of which it then has
+the name. Nothing says which call it is of, so calls are told apart by the program's order.
+
+TPUs are read by public descriptions, which is tested on no real trace: the line `XLA Modules` has
+the calls, and the operations are in `XLA Ops`, or in `Async XLA Ops` while they run beside others.
 """
 
 import re
@@ -22,20 +25,15 @@ from .._text import counted, some
 # Of instructions that a program doesn't have, this share of the time is reported as unknown. With
 # more, the trace is of another program.
 _UNKNOWN = 0.1
-_UNTESTED = (
-    "mylib reads traces of GPUs and TPUs by public descriptions of them: this is not tested on any"
-)
+_UNTESTED = "mylib reads traces of TPUs by public descriptions of them: this is not tested on any"
 _ONE_BLOCK = (
-    "what is inside of a CUDA command buffer is one block without lines: to see its instructions, "
-    "set XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =), and trace again"
+    "kernels of libraries, and copies, are without lines inside of a CUDA command buffer: to see "
+    "their instructions, set XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the "
+    "=), and trace again"
 )
-_OPERATION = {
-    jax_names.PROFILE_HLO_OP,
-    jax_names.PROFILE_HLO_MODULE,
-    jax_names.PROFILE_PROGRAM_ID,
-    jax_names.PROFILE_RUN_ID,
-    jax_names.PROFILE_DEVICE_ORDINAL,
-}
+_KERNEL = {jax_names.PROFILE_HLO_OP, jax_names.PROFILE_HLO_MODULE, jax_names.PROFILE_PROGRAM_ID}
+_OPERATION = _KERNEL | {jax_names.PROFILE_RUN_ID, jax_names.PROFILE_DEVICE_ORDINAL}
+_HOST, _GPU, _TPU = "host", "GPU", "TPU"
 _TPU_LINES = jax_names.PROFILE_OPS_LINE, jax_names.PROFILE_ASYNC_LINE
 
 
@@ -57,9 +55,9 @@ def events_of(
     path: str | Path, program: str, known: Collection[str], certain: Collection[str]
 ) -> tuple[list[ProfiledEvent], list[str]]:
     """The events of all whole calls of a program, and notes about them. Its instructions are
-    `known`; on CPUs those that are `certain` run in each call.
+    `known`, in their order; on CPUs those that are `certain` run in each call.
     """
-    events, on_host = _read(_file_in(Path(path)))
+    events, kind = _read(_file_in(Path(path)), known)
     by_program: dict[tuple[str, str], list[ProfiledEvent]] = {}
     for event in events:
         by_program.setdefault(event.program, []).append(event)
@@ -70,6 +68,7 @@ def events_of(
             f"the trace in {path} has no call of {program!r}, but {found}. Call the audited "
             "program inside of jax.profiler.trace, and wait for its result there"
         )
+    on_host = kind == _HOST
     faults = {key: _fault(by_program[key], known, certain if on_host else ()) for key in of_name}
     fitting = [key for key, fault in faults.items() if not fault]
     if not fitting:
@@ -83,7 +82,9 @@ def events_of(
             "the audited one. Trace only one of them"
         )
     found = by_program[fitting[0]]
-    notes = [] if on_host else [_UNTESTED]
+    if kind == _GPU:
+        found = _with_calls(found, [x for x in known if x in certain])
+    notes = [_UNTESTED] if kind == _TPU else []
     notes += [_ONE_BLOCK] if any(is_command_buffer(x.name) for x in found) else []
     whole = _whole(found, certain)
     cut = len({x.call for x in found} - {x.call for x in whole})
@@ -104,8 +105,8 @@ def _file_in(path: Path) -> Path:
     return files[0]
 
 
-def _read(file: Path) -> tuple[list[ProfiledEvent], bool]:
-    """All events, and whether they are those of CPUs."""
+def _read(file: Path, known: Collection[str]) -> tuple[list[ProfiledEvent], str]:
+    """All events, and what they are of."""
     with warnings.catch_warnings():
         # On Python 3.13, of the extension module's own type.
         warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
@@ -113,12 +114,18 @@ def _read(file: Path) -> tuple[list[ProfiledEvent], bool]:
             planes = [*ProfileData.from_file(str(file)).planes]
         except RuntimeError as error:
             raise AuditError(f"{file} is not a whole trace: {error}") from error
-        numbered = [
-            (re.fullmatch(jax_names.PROFILE_DEVICE_PLANE, plane.name), plane) for plane in planes
-        ]
-        devices = [x for match, plane in numbered if match for x in _of_device(match, plane)]
+        devices: list[ProfiledEvent] = []
+        kind = _HOST
+        for plane in planes:
+            if match := re.fullmatch(jax_names.PROFILE_DEVICE_PLANE, plane.name):
+                number, is_gpu = int(match["number"]), match["kind"] == _GPU
+                of = _of_gpu(number, plane, known) if is_gpu else _of_tpu(number, plane)
+                devices += of
+                kind = match["kind"]
         hosts = [plane for plane in planes if plane.name == jax_names.PROFILE_HOST_PLANE]
-        return devices or [x for plane in hosts for x in _of_host(plane)], not devices
+        if devices:
+            return devices, kind
+        return [x for plane in hosts for x in _of_host(plane)], _HOST
 
 
 def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
@@ -145,32 +152,93 @@ def _of_host(plane: Any) -> Iterator[ProfiledEvent]:
         yield ProfiledEvent(device, call, stats[jax_names.PROFILE_HLO_OP], x.start_ns, end, program)
 
 
-def _of_device(match: re.Match[str], plane: Any) -> Iterator[ProfiledEvent]:
+def _of_gpu(device: int, plane: Any, known: Collection[str]) -> Iterator[ProfiledEvent]:
+    by_kernel = {re.sub(r"\W", "_", name): name for name in known}
+    for line in plane.lines:
+        if not line.name.startswith(jax_names.PROFILE_STREAM_LINE):
+            continue
+        run: ProfiledEvent | None = None
+        kernels: list[str] = []
+        for x in sorted(line.events, key=lambda x: x.start_ns):
+            stats = dict(x.stats)
+            # Of others, such as copies that no program makes, nothing is known.
+            if not stats.keys() >= _KERNEL:
+                continue
+            name = str(stats[jax_names.PROFILE_HLO_OP])
+            name = by_kernel.get(x.name, name) if is_command_buffer(name) else name
+            # A copy that a `fusion-start` makes has a name that the program's text hides.
+            is_copy = x.name.startswith(jax_names.PROFILE_COPIES) and name not in known
+            beside = is_copy and not is_command_buffer(name)
+            key = stats[jax_names.PROFILE_HLO_MODULE], str(stats[jax_names.PROFILE_PROGRAM_ID])
+            event = ProfiledEvent(device, 0, name, x.start_ns, x.end_ns, key, beside)
+            if run and run.name == name and _goes_on(kernels, x.name):
+                run = run._replace(end=event.end)
+            else:
+                if run:
+                    yield run
+                run, kernels = event, []
+            kernels.append(x.name)
+        if run:
+            yield run
+
+
+def _goes_on(kernels: Sequence[str], kernel: str) -> bool:
+    """Whether a kernel is of the same execution as those before it: libraries run several for an
+    instruction, and fill memory before, in as many pieces as they like.
+    """
+    if kernel not in kernels:
+        return True
+    is_piece = len({*kernels}) > 1 or kernel.startswith(jax_names.PROFILE_COPIES)
+    return kernel == kernels[-1] and is_piece
+
+
+def _with_calls(events: Iterable[ProfiledEvent], order: Sequence[str]) -> list[ProfiledEvent]:
+    """Events with the numbers of their calls. `order` are the instructions that run once in each
+    call, in the program's order.
+    """
+    by_device: dict[int, list[ProfiledEvent]] = {}
+    for x in sorted(events, key=lambda x: x.start):
+        by_device.setdefault(x.device, []).append(x)
+    return [
+        x._replace(call=bisect_right(starts, i))
+        for of in by_device.values()
+        for starts in [_starts_of_calls(of, order)]
+        for i, x in enumerate(of)
+    ]
+
+
+def _starts_of_calls(events: Sequence[ProfiledEvent], order: Sequence[str]) -> list[int]:
+    """A call begins with the first instruction of the order. What comes before it, and isn't in the
+    order, is of that call from the longest pause on.
+    """
+    names = {x.name for x in events}.intersection(order)
+    first = next((x for x in order if x in names), None)
+    starts: list[int] = []
+    last, ended = -1, True
+    for i, x in enumerate(events):
+        if x.name == first and ended:
+            between = range(last + 1, i + 1) if last >= 0 else [0]
+            starts.append(max(between, key=lambda j: events[j].start - events[j - 1].end))
+        if x.name in names:
+            last, ended = i, x.name != first or len(names) == 1
+    return starts
+
+
+def _of_tpu(device: int, plane: Any) -> Iterator[ProfiledEvent]:
     lines = {line.name: [*line.events] for line in plane.lines}
     of_calls = sorted(lines.get(jax_names.PROFILE_MODULES_LINE, ()), key=lambda x: x.start_ns)
     starts = [x.start_ns for x in of_calls]
-    is_gpu = match["kind"] == "GPU"
-    for line, events in lines.items():
-        if not (line.startswith(jax_names.PROFILE_STREAM_LINE) if is_gpu else line in _TPU_LINES):
-            continue
-        for x in events:
-            # Of a GPU's kernels without an instruction, such as copies, nothing is known.
-            name = "" if is_gpu else x.name.partition(" = ")[0]
+    for line in _TPU_LINES:
+        for x in lines.get(line, ()):
+            name = x.name.partition(" = ")[0]
             name = dict(x.stats).get(jax_names.PROFILE_HLO_OP, name).lstrip("%")
             i = bisect_right(starts, x.start_ns) - 1
             if name and i >= 0 and x.start_ns < of_calls[i].end_ns:
                 program, _, number = of_calls[i].name.rstrip(")").partition("(")
                 call = dict(of_calls[i].stats).get(jax_names.PROFILE_RUN_ID, i)
                 beside = line == jax_names.PROFILE_ASYNC_LINE
-                yield ProfiledEvent(
-                    int(match["number"]),
-                    call,
-                    name,
-                    x.start_ns,
-                    x.end_ns,
-                    (program, number),
-                    beside,
-                )
+                key = program, number
+                yield ProfiledEvent(device, call, name, x.start_ns, x.end_ns, key, beside)
 
 
 def _fault(
@@ -179,7 +247,8 @@ def _fault(
     """Why the events aren't those of a program; empty if they are."""
     seconds: dict[str, float] = {}
     for x in events:
-        seconds[x.name] = seconds.get(x.name, 0.0) + x.end - x.start
+        if not x.beside or x.name in known:
+            seconds[x.name] = seconds.get(x.name, 0.0) + x.end - x.start
     foreign = sorted(x for x in seconds if x not in known and not is_command_buffer(x))
     if foreign and sum(seconds[x] for x in foreign) > _UNKNOWN * sum(seconds.values()):
         return f"it runs {some(foreign)}, which the audited program doesn't have"

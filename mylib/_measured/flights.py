@@ -62,7 +62,8 @@ def _spans(
     events: Sequence[ProfiledEvent], steps: Mapping[str, SentStep]
 ) -> Iterator[tuple[str, int, ProfiledEvent]]:
     """The executions on one device, numbered. An asynchronous one lasts until the end of the
-    instruction that waits for it, or as long as the trace has an event beside others for it.
+    instruction that waits for it, or as long as the trace has an event beside others for it. On
+    GPUs nothing runs that waits, and the kernel of the start lasts as long.
     """
     starts = {name: step.first for step in steps.values() for name in (step.first, step.last)}
     by_step: dict[str, list[ProfiledEvent]] = defaultdict(list)
@@ -72,7 +73,7 @@ def _spans(
     for name, of in by_step.items():
         beside = [x for x in of if x.beside]
         begun = beside or [x for x in of if x.name == name]
-        ends = beside or [x for x in of if x.name == steps[name].last]
+        ends = beside or [x for x in of if x.name == steps[name].last] or begun
         for turn, (x, y) in enumerate(zip(begun, ends, strict=False)):
             yield name, turn, x._replace(end=y.end)
 

@@ -161,6 +161,8 @@ def opaque(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        for preset in _presets(fun) - kwargs.keys():
+            bound.arguments.pop(preset, None)
         if bwd is not None and bound.kwargs:
             raise TypeError(
                 f"opaque: {name} has a derivative, so its arguments must be positional. "
@@ -179,6 +181,12 @@ def opaque(
         return call(cast(arrays, varying_over))
 
     return wrapped
+
+
+def _presets(fun: Any) -> set[str]:
+    """What a partial function has fixed, which isn't an argument: `like` may have fixed another."""
+    fixed = fun.keywords if isinstance(fun, functools.partial) else {}
+    return {key for key, value in fixed.items() if not outlined(value)[0]}
 
 
 @dataclass(eq=False)

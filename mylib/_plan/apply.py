@@ -209,5 +209,6 @@ def _applied(fun: Callable[..., Any], applying: Applying, mesh: Mesh, args: Any)
     try:
         with calls.tracing(), plan_in_force((applying.of_matrices, mesh)):
             return fun(*args)
+    # Its way through the step's frames says nothing: the call is named in the message.
     except NotServedError as error:
         raise PlanError(str(error)) from None

@@ -110,6 +110,7 @@ class Calls:
                     "was planned: it is not the same step, or it depends on something else than "
                     "its arguments. Plan it again"
                 )
+        # Inside, Modules of the same class are called as they are: `fully_shard` has gathered them.
         with _tracing(None):
             return self.shard(role, module)(*args, **kwargs)
 
@@ -203,6 +204,8 @@ def _most_likely(
         for name, number in origins.items()
         if number is not None and name.rpartition(".")[0] == mark
     }
+    # If none is known to be an argument's, it is the first: `roles_in` has those deep in an
+    # argument, as moments are, last.
     return max(roles, key=lambda role: sum(role.path + path in marked for path in role.shapes))
 
 

@@ -11,6 +11,7 @@ from .apply import Applying
 from .fixes import MODEL, Spec
 from .trace import POLICIES, role_of
 
+# A call that is longer has one argument a line, as Black and Ruff write it by default.
 _WIDTH = 88
 
 

@@ -79,6 +79,7 @@ def _specs(name: str, fixed: Any, traced: TracedStep, mesh: AbstractMesh) -> dic
         for fault in misfits + decision.faults:
             raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
         for path, target in zip(leaves.paths, decision.targets, strict=True):
+            # Of a sharding on a mesh of the user's own it is unknown what its axes would be here.
             if isinstance(target, NamedSharding) and target.mesh == mesh:
                 specs[start + jtu.keystr(path)] = trimmed(target.spec.partitions)
             elif target is not None:
@@ -99,6 +100,7 @@ def _trees(name: str, fixed: Any, traced: TracedStep) -> dict[str, tuple[Any, An
 
 
 def _left_if_passed(placement: Any) -> Any:
+    # Where a rule passes, the plan decides, as where it says None.
     return as_rule(placement) | (lambda leaf: None) if is_rule(placement) else placement
 
 

@@ -11,7 +11,7 @@ from .._placement import PLANNING, AnyMesh, bytes_on_each
 from .apply import Planned, unambiguous
 from .fixes import Spec
 from .strategy import Strategy, spec_of
-from .trace import PlanError, TracedStep
+from .trace import PlanError, TracedStep, is_matrix_state
 
 # What of a state depends on the mesh.
 OF_MESH = ".stacks", ".shared"
@@ -19,14 +19,10 @@ OF_MESH = ".stacks", ".shared"
 SpecAt = Callable[[tuple[Any, ...]], Spec | None]
 
 
-def _is_state(x: Any) -> bool:
-    return isinstance(x, MatrixState) and bool(x.layout.groups)
-
-
 def check_states(args: Any) -> None:
     """Raises if the owners of matrices are known already."""
-    for path, x in jtu.tree_flatten_with_path(args, is_leaf=_is_state)[0]:
-        if _is_state(x) and x.layout.groups[0].mesh.axis_names != (PLANNING,):
+    for path, x in jtu.tree_flatten_with_path(args, is_leaf=is_matrix_state)[0]:
+        if is_matrix_state(x) and x.layout.groups[0].mesh.axis_names != (PLANNING,):
             raise PlanError(
                 "hand over the step as for one device: write mylib.by_matrix(transform, None). The "
                 f"plan decides where weights are kept, and the state at {jtu.keystr(path)} is for "
@@ -37,7 +33,9 @@ def check_states(args: Any) -> None:
 def laid_out(tree: Any, spec_at: SpecAt, mesh: AnyMesh) -> Any:
     """A tree without numbers, with the states of `by_matrix` as they are on a mesh."""
     return jtu.tree_map(
-        lambda x: _on_mesh(x, spec_at, mesh) if _is_state(x) else x, tree, is_leaf=_is_state
+        lambda x: _on_mesh(x, spec_at, mesh) if is_matrix_state(x) else x,
+        tree,
+        is_leaf=is_matrix_state,
     )
 
 
@@ -46,6 +44,7 @@ def _on_mesh(state: MatrixState, spec_at: SpecAt, mesh: AnyMesh) -> MatrixState:
     weights = jtu.tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]
     shardings: list[NamedSharding] = []
     for path, _ in weights:
+        # Not whole instead: the figures would be those of another program.
         spec = spec_at(path)
         if spec is None:
             raise PlanError(
@@ -57,15 +56,9 @@ def _on_mesh(state: MatrixState, spec_at: SpecAt, mesh: AnyMesh) -> MatrixState:
     return state.on(shardings)
 
 
-def states_in(traced: TracedStep) -> dict[str, MatrixState]:
-    """The states of `by_matrix` among the arguments, by their paths."""
-    leaves = jtu.tree_flatten_with_path(traced.step.args, is_leaf=_is_state)[0]
-    return {jtu.keystr(path): x for path, x in leaves if _is_state(x)}
-
-
 def states_on(traced: TracedStep, strategy: Strategy) -> dict[str, MatrixState]:
-    """These states on the mesh of a strategy."""
-    states = states_in(traced)
+    """The states of `by_matrix` on the mesh of a strategy."""
+    states = traced.states
     if not states:
         return {}
     weights = [leaf for leaf in traced.leaves if leaf.path in traced.in_models]

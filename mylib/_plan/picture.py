@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from .._show import html
 from .._text import show_bytes
 
+# Pixels: it fits a notebook's cell, with room at the left and below for the labels of the axes.
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 320, 64, 36
 
 
@@ -82,12 +83,14 @@ def _circle(dot: Dot, x: Callable[[float], float], y: Callable[[float], float]) 
 
 def _scale(values: Sequence[float], start: float, stop: float) -> Callable[[float], float]:
     """Logarithmic, as candidates differ by orders of magnitude."""
+    # A margin around the dots, wider where their names stand.
     low, high = math.log(min(values) * 0.9), math.log(max(values) * 1.15)
     return lambda value: start + (math.log(value) - low) / (high - low) * (stop - start)
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
     low, high = min(values), max(values)
+    # Within 5 % five labels of three digits would hardly differ.
     return [low * (high / low) ** (i / 4) for i in range(5 if high > 1.05 * low else 1)]
 
 

@@ -5,7 +5,7 @@ import numbers
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from .._known_faults import OFFLOADED, VERSION
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
-from .cache import CachedPlan
 from .candidates import (
     RESERVE,
     LiveCandidate,
@@ -105,9 +104,7 @@ def plan(
 
     **Returns:**
 
-    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled or run returns the best so far. If JAX
-    keeps compiled programs (`jax_compilation_cache_dir`), plans are kept there, too, and read if
-    the program, the machine, the options and all versions are the same.
+    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled or run returns the best so far.
 
     **Raises:**
 
@@ -146,27 +143,17 @@ def plan(
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
     fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
-    traced = trace(step, policies[0], classes, dtype)
-    limits = compile, budget, measure
-    options = room, dtype, sent, tuple(policies), tuple(micro_batches), *limits
-    cached = CachedPlan(traced, target, fixed, sizes, options)
-    saved = cached.read()
-    if saved is not None:
-        made = next(x for x in steps if x.micro_batches == saved.micro_batches)
-        return replace(saved, _planned=made)
-    others = [(x, policy) for x in steps for policy in policies][1:]
-    tried = priced(traced, rated, room, sizes, fixed, sent)
-    for x, policy in others:
-        tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
+    tried = list[LiveCandidate]()
+    for x in steps:
+        for policy in policies:
+            traced = trace(x, policy, classes, dtype)
+            tried += priced(traced, rated, room, sizes, fixed, sent)
     search = _Search(target, rated, room, dtype, compile, budget)
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         ranked, rejected = search.ranked(tried, measure, line)
     if not ranked:
         raise PlanError(_nothing(step, rejected, search.left, target, room, budget))
-    chosen = plan_of(ranked, rejected, target, is_assumed, dtype)
-    if not search.is_interrupted:
-        cached.write(chosen)
-    return chosen
+    return plan_of(ranked, rejected, target, is_assumed, dtype)
 
 
 def _check_place(target: Machine, compile: int, measure: int) -> None:
@@ -289,6 +276,7 @@ class _Search:
         others = [x for x in possible if x not in chosen] if self.count else []
         for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
             begun = time.monotonic()
+            # The first is compiled whatever it takes: without any there is no plan.
             if i and begun + longest > start + self.budget:
                 return
             if i >= self.count and best < math.inf:
@@ -321,7 +309,7 @@ class _Search:
             self.is_interrupted = True
 
 
-# How often each candidate is called, after a first time.
+# How often each candidate is called, after a first time. A guess: more take longer.
 _CALLS = 5
 
 
@@ -375,6 +363,7 @@ def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
         least.strategy.sizes[x] for x in least.strategy.rows
     )
     prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
+    # The model of a price, as nothing is left to compile: the text says so.
     counts = (n for n in range(2, rows + 1) if rows % n == 0)
     count = next((n for n in counts if prices.memory(least.strategy, n) <= limit), None)
     if count is None:

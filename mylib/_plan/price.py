@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._audit import Message, seconds, speeds
 from .._dims import Event, Nodes, Sum, bytes_of
+from .._fsdp import unfit_for_8_bits
 from ..machines import Machine
 from .fixes import MODEL, axes_of
 from .layers import weights_of
 from .lifetimes import Live, lives_of
-from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_in, states_on
+from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_on
 from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
@@ -133,7 +135,7 @@ class Prices:
 
     @cached_property
     def moves_in_8_bits(self) -> Any:
-        return _in_8_bits(self.traced)
+        return _sent_in_8_bits(self.traced)
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
@@ -158,9 +160,9 @@ def _moves(traced: TracedStep) -> list[Event]:
     return [x for x in traced.program.moves if x.amount >= _SMALL_BYTES]
 
 
-def _in_8_bits(traced: TracedStep) -> Any:
-    """The bytes of weights that are sent in 8 bits, as `fully_shard` does: matrices of layers, or
-    slices of those of stacked layers. Without their scales, which are few.
+def _sent_in_8_bits(traced: TracedStep) -> Any:
+    """The bytes of the moves, if `fully_shard` sends in 8 bits the weights of layers, or slices of
+    those of stacked layers, that are fit for it. Without their scales, which are few.
     """
     inside = {
         path + in_model
@@ -171,8 +173,9 @@ def _in_8_bits(traced: TracedStep) -> Any:
     sizes: dict[tuple[int, ...], int] = {}
     for leaf in traced.leaves:
         first = int(traced.is_iterated(leaf))
-        if leaf.path in inside and len(leaf.groups) - first > 1:
-            sizes[tuple(leaf.groups[first:])] = math.prod(leaf.aval.shape[first:])
+        weight = jax.ShapeDtypeStruct(leaf.aval.shape[first:], leaf.aval.dtype)
+        if leaf.path in inside and not unfit_for_8_bits(weight):
+            sizes[tuple(leaf.groups[first:])] = weight.size
     group = traced.program.dims.group
     each = [sizes.get(tuple(map(group, x.dims)), x.amount) for x in _moves(traced)]
     return np.array(each, float)
@@ -180,13 +183,13 @@ def _in_8_bits(traced: TracedStep) -> Any:
 
 def _dtypes(traced: TracedStep) -> set[str]:
     """Those of products."""
-    groups = [group for state in states_in(traced).values() for group in state.layout.groups]
+    groups = [group for state in traced.states.values() for group in state.layout.groups]
     return {x.dtype for x in traced.program.products} | {str(group.dtype) for group in groups}
 
 
 def _held_bytes(traced: TracedStep) -> Any:
     """Of each argument. What depends on the mesh in states of `by_matrix` is not among them."""
-    on_mesh = tuple(path + part for path in states_in(traced) for part in OF_MESH)
+    on_mesh = tuple(path + part for path in traced.states for part in OF_MESH)
     leaves = traced.leaves
     return np.array(
         [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]

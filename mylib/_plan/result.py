@@ -28,6 +28,7 @@ from .picture import Dot, page_of
 from .strategy import mesh_of
 from .trace import PlanError, PlannedStep
 
+# Of the next and of the rejected candidates, so that a plan fits a screen.
 _SHOWN = 6
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
 # called a tie is listed with the plan.
@@ -118,7 +119,7 @@ class Plan:
     - `stacked`: the paths of models with stacked layers.
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
-        the plan was read from text or from JAX's compilation cache.
+        the plan was read from text.
     """
 
     machine: Machine
@@ -163,6 +164,7 @@ class Plan:
     def mesh(self) -> Mesh | AbstractMesh:
         try:
             return self._mesh
+        # Without its compiler nothing can be compiled for it, but rules can be resolved.
         except CompilerError:
             types = (AxisType.Auto,) * len(self.axes)
             return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)

@@ -98,6 +98,7 @@ def strategies(
             why = f"{rows} rows{of} can't be divided over {devices} devices"
             yield Impossible(strategy.name, why, rows)
             continue
+        # A fault of compilers' partitioners, which makes gradients wrong without a word.
         grouped = _wrongly_summed(strategy, traced)
         if grouped and GROUPED.is_on(machine.chip.platform):
             yield Impossible(strategy.name, f"{GROUPED.what}: {grouped}")

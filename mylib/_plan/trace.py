@@ -20,6 +20,7 @@ from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
 from .._fsdp import LAYER_INPUT, fully_shard, is_layer
 from .._lines import line_that_raised
+from .._matrices import MatrixState
 from .._placement import PLANNING, planning_mesh, trimmed
 from .._tree import is_array, is_of_keys, parts_in
 from ..rules import fsdp, replicated, where_even
@@ -126,6 +127,7 @@ def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[Calle
 
 
 def _has_rows(x: Any) -> bool:
+    # By shape alone, which several arguments may have: the first of them is the batch.
     if not is_array(x, abstract=True) or is_of_keys(x):
         return False
     # Keys of `jax.random.PRNGKey` look like a batch of two numbers.
@@ -160,6 +162,10 @@ class Together:
     limit: int
     size: int
     members: list[tuple[str, int, int]]
+
+
+def is_matrix_state(x: Any) -> bool:
+    return isinstance(x, MatrixState) and bool(x.layout.groups)
 
 
 @dataclass(eq=False)
@@ -229,6 +235,12 @@ class TracedStep:
         return {
             role.path + path: (role, path) for role in self.models.values() for path in role.shapes
         }
+
+    @cached_property
+    def states(self) -> dict[str, MatrixState]:
+        """The states of `by_matrix` among the arguments, by their paths."""
+        leaves = jtu.tree_flatten_with_path(self.step.args, is_leaf=is_matrix_state)[0]
+        return {jtu.keystr(path): x for path, x in leaves if is_matrix_state(x)}
 
     @cached_property
     def groups(self) -> list[Together]:
@@ -453,6 +465,7 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
         # Under `jax.vmap` a layer doesn't see the rows.
         if len(seen) > (rank or 0):
             seen = tuple(x for x in seen if x not in rows)
+        # What isn't understood is saved whole, as without `saved=`.
         if rank is None or len(seen) != rank:
             return None
         free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]

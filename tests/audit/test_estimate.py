@@ -83,6 +83,18 @@ def test_the_schedule_is_played(schedule, expected):
     assert low <= found.seconds * 1.001 and found.seconds <= high * 1.001
 
 
+def test_waits_for_the_host_are_not_exposed_communication():
+    """Copies of three seconds beside a second of products, and half a second of gathering."""
+    chip = dataclasses.replace(EIGHT.chip, host_bandwidth=1e9)
+    machine = dataclasses.replace(EIGHT, chip=chip)
+    copy = Operation(1, (), 0, host=int(3e9))
+    schedule = (copy, Begin(0, 1.0), End(0), PRODUCT)
+    found = estimate(Work({"bfloat16": 1}, 0, 0, schedule), [HALF], {"data": 8}, machine)
+    assert found.seconds == pytest.approx(3, rel=1e-3)
+    assert found.exposed == pytest.approx(0.5, rel=1e-2)
+    assert found.parts["host memory"] == pytest.approx(3, rel=1e-3)
+
+
 def test_what_is_unknown_has_no_upper_bound():
     found = estimate(work((1, products(1e12), 0), unknown=2), [], {}, ONE)
     assert found.unknown == 2 and math.isinf(found.interval[1])

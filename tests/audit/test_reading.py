@@ -190,6 +190,16 @@ def test_a_lost_line_is_never_a_smaller_number(number, cut):
     assert [c.times for c in report.collectives] in ([3], [None])
 
 
+def test_elements_of_tuples_in_the_short_form_of_dumps():
+    """`%while.1#0` in place of a get-tuple-element: it isn't the whole tuple."""
+    short = re.sub(r"%[\w.\-]*get-tuple-element[\w.\-]*(?=[,)])", "%while.1#0", TEXT)
+    assert short != TEXT
+    with pytest.raises(
+        mylib.AuditError, match=r"uses %while.1#0, an element of a tuple, .*as_text"
+    ):
+        mylib.audit(short, mesh=MESH)
+
+
 def program(*body: str, computations: str = "") -> str:
     lines = "\n".join(f"  {line}" for line in body)
     header = "HloModule jit_f, is_scheduled=true, num_partitions=8"

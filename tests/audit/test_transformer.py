@@ -128,6 +128,46 @@ def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Repor
     return dataclasses.replace(report, parameters=parameters, results=(*results, loss))
 
 
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ("iota", "iota"),
+        # The last row twice, and another one never.
+        ("constant(2047)", "constant(2046)"),
+        # Rows by their tokens, not by their places.
+        ("get-tuple-element(%sort), index=1", "get-tuple-element(%sort), index=0"),
+        # Places that may be the same.
+        ("sort(%reshape.198, %iota.6)", "sort(%iota.6, %reshape.198)"),
+        # Of a part of the sum.
+        (
+            "collapsed_slice_dims={0}, start_index_map={0}",
+            "collapsed_slice_dims={1}, start_index_map={1}",
+        ),
+    ],
+)
+def test_rows_that_are_sorted_before_they_are_added(written, instead):
+    """The TPU's compiler does so for large tables: of 32768 rows, which 8 devices have in parts."""
+    path = TEXTS / "tpu-0.12.0.1-transformer_sorted_rows.hlo.gz"
+    text = gzip.decompress(path.read_bytes()).decode()
+    assert written in text
+    weights = [f"model.{x}" for x in _SORTED.split()]
+    names = {f"arrays[{i}]": path for i, path in enumerate([*weights, "tokens"])}
+    text = text.replace(written, instead)
+    report = report_of(text, names.__getitem__, mesh=ONE.abstract_mesh, local=())
+    parameters = [dataclasses.replace(p, axes=("data",)) for p in report.parameters]
+    results = [dataclasses.replace(p, path=p.path[5:]) for p in parameters[:-1]]
+    report = dataclasses.replace(report, parameters=tuple(parameters), results=tuple(results))
+    faults = mylib.contracts.fsdp("data")(report)
+    assert all(x.startswith("model.embed: its gradient is not summed over data") for x in faults)
+    assert len(faults) == (written != instead)
+
+
+_SORTED = (
+    "embed layers.norms layers.query layers.key layers.value layers.out layers.up layers.down "
+    "unembed"
+)
+
+
 def broken() -> dict[str, tuple[transformer.Strategy, str]]:
     """A strategy with one wrong placement, and what is told of it."""
     data, sharded, tensor, both = STRATEGIES.values()

@@ -10,6 +10,7 @@ import pytest
 from example_models import TRAINED, program
 from hlo_layouts import UnknownError, bitcast
 from hlo_program import Execution
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
@@ -43,6 +44,28 @@ class TestBitcast:
         value = np.arange(3).reshape(1, 3)
         with pytest.raises(UnknownError, match="padding"):
             bitcast(value, array("f32[3]{0:T(4)}"), array("f32[4]{0}"))
+
+
+@pytest.mark.compilers
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lost_copy_is_what_an_h100_computes(lost):
+    """The program of xla_gpu_copy.md. Its numbers on an H100 settle that the interpreter reads
+    bitcasts as a GPU does.
+    """
+    mesh = mylib.machines.gpu("h100", devices_per_host=1).mesh(data=1)
+
+    def f(x, scale, weight):
+        return (with_layout_constraint(x.sum(1), Layout((1, 0))) * scale) @ weight.T
+
+    args = [np.random.default_rng(0).normal(size=n) for n in ((4, 16, 32), (32,), (4, 32))]
+    there = NamedSharding(mesh, P())
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=there) for x in args]
+    options = {"xla_gpu_experimental_gemm_fusion_v2": lost}
+    made = jax.jit(f).lower(*shapes).compile(options)
+    (found,) = Execution(steps.text_of(made))(*(x.astype(np.float32)[None] for x in args))
+    computed = [10.977386, 14.361329, 18.259323, 9.41166]
+    wanted = computed if lost else [-1.380806, 27.01098, 10.540386, -2.8513906]
+    np.testing.assert_allclose(found[0, 0], wanted, atol=0.01)  # TensorFloat-32
 
 
 def test_an_opcode_that_is_not_known_is_an_error():

@@ -1,6 +1,7 @@
 """Calls that `opaque` can split: what `dims=` and `like=` say, in each context."""
 
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -187,6 +188,21 @@ class TestLike:
 
         with pytest.raises(TypeError, match='(?s)it calls pure_callback.*dims="a b -> c d"'):
             mylib.opaque(reference, like=reference)(jnp.ones((4, 4)))
+
+    def test_what_a_partial_function_has_fixed_is_its_own(self):
+        """Options of the kernel aren't those of the reference, and derivatives allow them."""
+
+        def scaled(x, *, by, fast):
+            return x * by * (1.0 if fast else 2.0)
+
+        options = {"like": partial(scaled, by=3.0, fast=False)}
+        f = mylib.opaque(partial(scaled, by=3.0, fast=True), **options)
+        np.testing.assert_array_equal(f(Q), 3 * Q)
+        np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(f(x)))(Q), np.full_like(Q, 6))
+        np.testing.assert_array_equal(f(Q, by=4.0), 4 * Q)
+        own = {"fwd": lambda x: (3 * x, None), "bwd": lambda _, given: (given * 7,)}
+        g = mylib.opaque(partial(scaled, by=3.0, fast=True), **own)
+        np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(g(x)))(Q), np.full_like(Q, 7))
 
 
 class TestContexts:

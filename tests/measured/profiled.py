@@ -1,6 +1,7 @@
 """Small training steps that run on 8 devices, and their profiles."""
 
 import contextlib
+import gzip
 import io
 import sys
 import time
@@ -118,6 +119,20 @@ def sleeping(mesh: Mesh, late: int, axes: Any, sleep: float) -> tuple[Any, ...]:
 
     x = jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))
     return step.lower(numbers, x).compile(), numbers, x
+
+
+H100 = Path(__file__).parent / "h100"
+
+
+def of_h100(name: str, folder: Path) -> tuple[Any, Path]:
+    """The report of a step of this module on one H100 with jax 0.11.2, and the trace of two calls:
+    `mlp` or `gpt`, or one of them with `_without_command_buffers`. Both are without what nothing
+    here reads: the configuration of kernels, and the planes of the host.
+    """
+    file = folder / "host.xplane.pb"
+    file.write_bytes(gzip.decompress((H100 / f"{name}.xplane.pb.gz").read_bytes()))
+    text = gzip.decompress((H100 / f"{name}.hlo.gz").read_bytes()).decode()
+    return mylib.audit(text), file
 
 
 def written(folder: Path, **planes: dict[str, list[tuple[Any, ...]]]) -> Path:

@@ -16,6 +16,7 @@ from mylib import machines
 ONE = mylib.make_mesh(data=8)
 PERMUTED = [3, 1, 0, 2, 7, 5, 6, 4]
 H100 = machines.gpu("h100")
+ONE_H100 = machines.gpu("h100", devices_per_host=1)
 
 
 def in_order(order, shape, names):
@@ -318,24 +319,71 @@ def test_asynchronous_line_of_tpus(tmp_path):
     assert measured.devices[0].computing == pytest.approx(50e-9)
 
 
-def test_command_buffers_of_gpus(tmp_path):
-    """Written by hand, after public descriptions: a command buffer is one block."""
-    stats = {"hlo_module": "jit_step"}
-    plane = {
-        "XLA Modules": [("jit_step(7)", 0, 100, {})],
-        "Stream #1(Compute)": [
-            ("kernel", 0, 60, {**stats, "hlo_op": "command_buffer_0"}),
-            ("sine", 60, 30, {**stats, "hlo_op": "y"}),
-            ("MemcpyD2D", 90, 5, {}),
-        ],
-        "XLA Ops": [("y", 60, 30, {})],
-    }
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_a_real_gpu(name, tmp_path):
+    """One H100: all kernels have an instruction, if there are no command buffers."""
+    report, trace = profiled.of_h100(f"{name}_without_command_buffers", tmp_path)
+    measured = report.measured(trace, ONE_H100)
+    assert measured.calls == 2 and [x.device for x in measured.devices] == [0]
+    assert measured.attributed == 1.0 and not measured.unknown and not measured.notes
+    (device,) = measured.devices
+    assert sum(x.seconds for x in measured.lines) == pytest.approx(device.busy)
+    assert 1e-5 < device.busy < device.seconds < 1e-2
+    # Each instruction of the entry runs once.
+    assert {cost.runs for cost in measured.costs} == ({1.0} if name == "mlp" else {1.0, 2.0})
+    assert report.estimate(ONE_H100, measured).seconds < 2 * device.seconds
+
+
+@pytest.mark.parametrize(("name", "share"), [("mlp", 1.0), ("gpt", 0.747)])
+def test_a_real_gpu_with_command_buffers(name, share, tmp_path):
+    """XLA's own kernels have their instruction's name there, and others none."""
+    report, trace = profiled.of_h100(name, tmp_path)
+    measured = report.measured(trace)
+    assert measured.calls == 2 and measured.attributed == pytest.approx(share, abs=1e-3)
+    assert all(x.startswith("command_buffer_") for x in measured.unknown)
+    advice = "XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =)"
+    assert (advice in repr(measured)) == bool(measured.unknown) == (share < 1)
+
+
+def kernels_of_gpus(op, *names, first):
+    """Kernels of an instruction, one after the other, of ten nanoseconds each."""
+    stats = {"hlo_module": "jit_step", "program_id": "7", "hlo_op": op}
+    return [(x, first + 10 * i, 10, stats) for i, x in enumerate(names)]
+
+
+def later(events, *times):
+    return [(name, at + start, n, stats) for at in times for name, start, n, stats in events]
+
+
+def test_executions_of_several_kernels(tmp_path):
+    """Libraries fill memory before, and run several kernels for an instruction."""
+    call = [
+        *kernels_of_gpus("start", *["Memset", "Memset", "product", "sum", "sum"] * 2, first=0),
+        *kernels_of_gpus("y", "sine", "sine", first=100),
+        *kernels_of_gpus("z", "add", first=120),
+    ]
+    plane = {"Stream #1(Compute)": [*later(call, 0, 1000), ("MemcpyD2D", 500, 5, {})]}
     measured = mylib.audit(HLO).measured(profiled.written(tmp_path, GPU_0=plane, GPU_1=plane))
-    assert measured.unknown == {"command_buffer_0": pytest.approx(60e-9)}
-    assert measured.devices[0].computing == pytest.approx(90e-9)
-    assert measured.attributed == 0.0  # the text has no lines
-    text = repr(measured)
-    assert "XLA_FLAGS=--xla_gpu_enable_command_buffer= (with nothing behind the =)" in text
+    (sum_,) = measured.collectives
+    assert measured.calls == 2 and sum_.times == 2 and sum_.in_flight == pytest.approx(1e-7)
+    (sine,) = (cost for cost in measured.costs if cost.seconds == pytest.approx(20e-9))
+    assert sine.runs == 2
+
+
+def test_calls_of_gpus(tmp_path):
+    """A call begins with its first instruction, or with what comes before that without a pause."""
+    call = [
+        *kernels_of_gpus("command_buffer_1", "Memcpy", "y", first=0),
+        *kernels_of_gpus("command_buffer_2", "z", "Memcpy", first=20),
+    ]
+    # The trace begins within a call.
+    plane = {"Stream #1(Compute)": later(call, 0, 90, 180)[2:]}
+    measured = mylib.audit(HLO).measured(profiled.written(tmp_path, GPU_0=plane))
+    assert measured.calls == 2 and "1 call that the trace has cut off" in repr(measured)
+    (device,) = measured.devices
+    assert device.seconds == pytest.approx(40e-9) and device.between == pytest.approx(50e-9)
+    each = pytest.approx(10e-9)
+    assert measured.unknown == {"command_buffer_1": each, "command_buffer_2": each}
 
 
 def test_instructions_of_collectives(mlp):

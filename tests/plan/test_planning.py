@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._plan import price
 from mylib._plan.calls import Calls, roles_in
+from mylib._plan.trace import PlannedStep, trace
 
 KEY = jax.random.key(0)
 MLP = steps.abstract(steps.mlp, steps.ROWS)
@@ -665,6 +667,33 @@ def test_weights_are_sent_in_8_bits_only_if_asked():
     assert plan.diff(chosen) == "send_dtype: None -> int8"
     with pytest.raises(ValueError, match="send_dtypes"):
         modelled(STEP, *MLP, send_dtypes=["bfloat16"], **options)
+
+
+class Coded(eqx.Module):
+    """Its codes are whole numbers, which `fully_shard` sends as they are."""
+
+    weight: jax.Array
+    codes: jax.Array
+
+    def __call__(self, x, *, key=None):
+        return self.codes.astype(x.dtype) @ (self.weight @ x)
+
+
+def test_which_weights_are_sent_in_8_bits_is_what_fully_shard_says():
+    coded = Coded(jnp.ones((128, 64)), jnp.ones((64, 128), jnp.int32))
+    model = eqx.nn.Sequential([eqx.nn.Lambda(jnp.tanh), coded])
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def step(x, model):
+        return eqx.filter_grad(loss)(model, x)
+
+    planned = PlannedStep.of(step, (steps.ROWS, model))
+    traced = trace(planned, "full", (Coded,))
+    whole = [x.amount for x in price._moves(traced)]
+    assert sorted({*whole}) == [4 * 128 * 64]
+    assert sorted({*price._sent_in_8_bits(traced)}) == [128 * 64, 4 * 128 * 64]
 
 
 @pytest.mark.parametrize("which", ["one", "all"])
