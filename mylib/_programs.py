@@ -1,6 +1,6 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +14,13 @@ from ._lines import innermost, spot
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
 KERNEL = "mylib_kernel"
+# Parameters of its equations.
+_CALLED, _SPLITS = "kernel", "splits"
+
+
+def kernel_of(eqn: Any) -> tuple[Any, Any]:
+    """What an equation of this primitive calls, and how that may be split."""
+    return eqn.params[_CALLED], eqn.params[_SPLITS]
 
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
@@ -200,6 +207,25 @@ def is_opaque(eqn: Any) -> bool:
     if name in names.KNOWN_CALLS:
         return False
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
+
+
+def opaque_calls(program: Any, without: Collection[str] = ()) -> Iterator[Any]:
+    """Its equations that call code that can't be analysed, without those of `equinox.error_if`, and
+    those in calls of some names.
+    """
+
+    def is_left_out(eqn: Any) -> bool:
+        checks = eqn.primitive.name == names.COND and any(map(only_calls_back, jaxprs_in(eqn)))
+        return checks or eqn.primitive.name in without
+
+    for jaxpr in all_jaxprs(program, without=is_left_out):
+        yield from filter(is_opaque, opened(jaxpr).eqns)
+
+
+def only_calls_back(program: Any) -> bool:
+    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
+    eqns = opened(program).eqns
+    return bool(eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in eqns)
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)

@@ -580,6 +580,15 @@ def mesh_of_lowering(ctx: Any) -> AbstractMesh:
     return mesh
 
 
+def spec_of_compiler(sharding: Any, mesh: Any) -> PartitionSpec | None:
+    """A sharding that the compiler's partitioner gives; None if it splits a part of an axis."""
+    try:
+        (spec,) = sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)
+    except ValueError:  # `IndivisibleError`, which is private
+        return None
+    return spec
+
+
 def without_types_of_shard_map() -> Any:
     """A context in which nothing is asked for its `manual_axis_type`, also inside `shard_map`."""
     return config._check_vma(False)

@@ -101,6 +101,7 @@ def fully_shard(
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
         its input. `jax.checkpoint_policies.everything_saveable` saves all but the gathered weights.
+        The name of the first argument is `"layer_input"`, for policies that offload it.
     - `in_turn`: gather one layer at a time (default), for layers that are not stacked: each waits
         for its input. False: the compiler may gather all at once.
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in

@@ -89,7 +89,8 @@ def plan(
     - `send_dtypes`: dtypes in 8 bits that the plan may send weights in, as `send_dtype` of
         `fully_shard`, besides `dtype`; by default none, as that changes numbers.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
-        batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
+        batch dimensions), `"all"`; in the host's memory `"offload_inputs"` (their input) and
+        `"offload"` (as `"dots"`).
     - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
         `fun` is a function of the number that returns the step, and the plan is applied by
         `plan.jit(fun(plan.micro_batches))`.
@@ -214,10 +215,11 @@ def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _check_offloading(policies: Sequence[str], target: Machine) -> None:
-    if "offload" in policies and OFFLOADED.is_on(target.chip.platform):
+    offloading = {"offload_inputs", "offload"} & {*policies}
+    if offloading and OFFLOADED.is_on(target.chip.platform):
         raise PlanError(
             f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
-            "'offload' out, or use another version"
+            f"{' and '.join(map(repr, sorted(offloading)))} out, or use another version"
         )
 
 
@@ -366,7 +368,7 @@ def _nothing(
     missing = show_bytes(least.memory - room * (1 - RESERVE))
     helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
     tried = {x.traced.policy for x in rejected if x.traced is not None}
-    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload") if x not in tried]
+    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload_inputs") if x not in tried]
     if uncompiled:
         helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (

@@ -18,7 +18,7 @@ from .._belongs import Owners
 from .._compat import names
 from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
-from .._fsdp import fully_shard, is_layer
+from .._fsdp import LAYER_INPUT, fully_shard, is_layer
 from .._lines import line_that_raised
 from .._matrices import MatrixState
 from .._placement import PLANNING, planning_mesh, trimmed
@@ -37,6 +37,17 @@ POLICIES: dict[str, tuple[str, Any]] = {
     "all": (
         "jax.checkpoint_policies.everything_saveable",
         jax.checkpoint_policies.everything_saveable,
+    ),
+    "offload_inputs": (
+        "jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[], "
+        f'names_which_can_be_offloaded=["{LAYER_INPUT}"], offload_src="device", '
+        'offload_dst="pinned_host")',
+        jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
     ),
     "offload": (
         'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")',
@@ -506,8 +517,13 @@ def _traced(
         lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
         listed = ", ".join(name + line for name, line in lines.items())
         raise PlanError(
-            f"plan doesn't know how these may be split: {listed}. Write the step without them, "
-            "replace kernels by plain JAX for planning, or choose a strategy by hand"
+            f"plan doesn't know how these may be split: {listed}. Say it by mylib.opaque(f, like=) "
+            "or dims=, write the step without them, or choose a strategy by hand"
+        )
+    for name, line in program.alone.items():
+        raise PlanError(
+            f"compilers can't split {name} ({line}). Call it in a function f, and that as "
+            "mylib.opaque(f, like=f), which finds how it may be split"
         )
 
     def arrays_in(tree: Any, dims: Sequence[Nodes]) -> list[ArrayIn]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import names, opened
-from .._kernels import NoDerivativeError, Splits, kernel_of, kernel_p
-from .._programs import bind_as, interpret, jaxprs_in
+from .._kernels import NoDerivativeError, Splits, kernel_p
+from .._programs import bind_as, interpret, jaxprs_in, kernel_of
 from .._tree import outlined
 
 # Calls whose last operands are the arguments of their jaxpr.
