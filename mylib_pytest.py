@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
     except ValueError:
         pass  # another plugin has an option of this name, and means the same by it
-    group = parser.getgroup("compilers", "tests that compile for machines that are not here")
+    group = parser.getgroup("compilers", "tests that compile for machines that you don't have")
     group.addoption(
         "--require-compilers",
         action="store_true",
@@ -91,7 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "compiles_for('h100 x 8', 'v5e 4x4', ...): run this test once for each of these machines, "
-        "which need not be here; the fixture `machine` gives it",
+        "which you needn't have; the fixture `machine` gives it",
     )
 
 

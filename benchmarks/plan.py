@@ -2,6 +2,7 @@
 prices compare with compiled programs.
 
     python benchmarks/plan.py                     published strategies, modelled: minutes
+    python benchmarks/plan.py --kernels           published steps whose attention is a kernel
     python benchmarks/plan.py --only 7B           rows with this in their name
     python benchmarks/plan.py --prices            modelled bytes and memory, and compiled ones
     python benchmarks/plan.py --time              the time of pricing all strategies of a step
@@ -15,6 +16,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,13 +26,25 @@ import jax
 import jax.numpy as jnp
 import optax
 from fsdp_llama import normalised
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float
-from published import HEADS, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, SCALED
+from published import (
+    HEADS,
+    LLAMA2_7B,
+    LLAMA2_70B,
+    LLAMA3_8B,
+    LLAMA3_70B,
+    LLAMA3_405B,
+    OF_500_WATTS,
+    SCALED,
+)
 from residuals import turned
 from side_by_side import print_header, print_row
-from training_step import Size
+from training_step import Size, on_gpu
 
 import mylib
+from mylib._compat import describe_cudnn
+from mylib.machines import Machine, gpu
 
 SMALL = Size(12, 768, 6, 6, 3072, vocab=50304)
 QUERIES, WORDS = 128, 512
@@ -41,9 +55,11 @@ class Block(eqx.Module):
     query: Float[Array, "embed heads"]
     keys: Float[Array, "two embed kv"]
     out: Float[Array, "heads embed"]
-    gate: Float[Array, "embed mlp"]
+    # Without a gate there are two matrices, as in GPT-3.
+    gate: Float[Array, "embed mlp"] | None
     up: Float[Array, "embed mlp"]
     down: Float[Array, "mlp embed"]
+    attend: Callable[..., jax.Array] = eqx.field(static=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = normalised(x) * self.norms[0]
@@ -51,9 +67,40 @@ class Block(eqx.Module):
             (y @ w).reshape(*x.shape[:2], -1, HEADS)
             for w in (self.query, self.keys[0], self.keys[1])
         )
-        x = x + attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1) @ self.out
-        y = normalised(x) * self.norms[1]
-        return x + (jax.nn.silu(y @ self.gate) * (y @ self.up)) @ self.down
+        x = x + self.attend(turned(q), turned(k), v).reshape(*x.shape[:2], -1) @ self.out
+        return x + self.feed(normalised(x) * self.norms[1])
+
+    def feed(self, y: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return jax.nn.gelu(y @ self.up) @ self.down
+        return (jax.nn.silu(y @ self.gate) * (y @ self.up)) @ self.down
+
+
+class ExpertBlock(Block):
+    """With a dimension of experts in front of `gate`, `up` and `down`. Each word takes two, and
+    each expert at most 1.25 times its share of a sequence: the others are dropped.
+    """
+
+    choose: Float[Array, "embed experts"]
+
+    def feed(self, y: jax.Array) -> jax.Array:
+        count = self.choose.shape[1]
+        room = int(1.25 * 2 * y.shape[1] / count)
+        best, chosen = jax.lax.top_k((y @ self.choose).astype(jnp.float32), 2)
+        takes = jax.nn.one_hot(chosen, count, dtype=jnp.float32)
+        # Which of the words of its expert it is, where the best choices of all words come first.
+        place = jnp.cumsum(takes, 1) + jnp.pad(jnp.sum(takes, 1, keepdims=True), _LATER)[:, :, :2]
+        place = jnp.sum(takes * (place - 1), -1)
+        taken = takes[..., None] * jax.nn.one_hot(place.astype(jnp.int32), room)[..., None, :]
+        back = jnp.sum(taken * jax.nn.softmax(best)[..., None, None], 2).astype(y.dtype)
+        x = jnp.einsum("btec,btd->becd", jnp.sum(taken, 2).astype(y.dtype), y)
+        gate, up = (jnp.einsum("becd,edh->bech", x, w) for w in (self.gate, self.up))
+        x = jnp.einsum("bech,ehd->becd", jax.nn.silu(gate) * up, self.down)
+        return jnp.einsum("btec,becd->btd", back, x)
+
+
+# The second choices count after all first ones.
+_LATER = ((0, 0), (0, 0), (1, 0), (0, 0))
 
 
 class Llama(eqx.Module):
@@ -92,7 +139,7 @@ def in_blocks(f: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """In blocks of queries, as kernels that are no plain JAX can't be planned."""
+    """In blocks of queries, of plain JAX."""
     rows, words, heads, size = q.shape
     kv = k.shape[2]
 
@@ -106,20 +153,39 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.moveaxis(in_blocks(block, QUERIES, q), 0, 1).reshape(rows, words, heads, size)
 
 
-def model_of(size: Size) -> Llama:
+def splashed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Splash attention, of as many rows and heads as there are."""
+    time, heads = q.shape[1:3]
+    blocks = splash.BlockSizes(*[min(time, 1024)] * 8)
+    mask = splash.MultiHeadMask([splash.CausalMask((time, time))] * heads)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q / HEADS**0.5, k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+
+
+# Each device calls it for its rows and heads, which are read from the kernel's name.
+on_tpu = mylib.opaque(splashed, like=splashed)
+
+
+def model_of(
+    size: Size, attend: Callable[..., jax.Array] = attention, gated: bool = True, experts: int = 0
+) -> Llama:
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     depth, width, hidden = size.depth, size.width, size.hidden
     heads, keys = size.heads * HEADS, size.kv_heads * HEADS
-    blocks = Block(
-        array(depth, 2, width),
-        array(depth, width, heads),
-        array(depth, 2, width, keys),
-        array(depth, heads, width),
-        array(depth, width, hidden),
-        array(depth, width, hidden),
-        array(depth, hidden, width),
+    stack = (depth, experts) if experts else (depth,)
+    cls = partial(ExpertBlock, choose=array(depth, width, experts)) if experts else Block
+    blocks = cls(
+        norms=array(depth, 2, width),
+        query=array(depth, width, heads),
+        keys=array(depth, 2, width, keys),
+        out=array(depth, heads, width),
+        gate=array(*stack, width, hidden) if gated else None,
+        up=array(*stack, width, hidden),
+        down=array(*stack, hidden, width),
+        attend=attend,
     )
     return Llama(array(size.vocab, width), blocks, array(width, size.vocab))
 
@@ -220,6 +286,70 @@ def cells(truth: Truth, plan: mylib.Plan) -> list[str]:
     ]  # fmt: skip
 
 
+class WithKernel(NamedTuple):
+    """A step with attention by a kernel, its published seconds and a part of the name of its
+    published strategy.
+    """
+
+    name: str
+    machine: Machine
+    size: Size
+    sequences: float
+    time: int
+    seconds: float
+    published: str
+    gated: bool = True
+    experts: int = 0
+
+    def plan(self, **options: Any) -> mylib.Plan:
+        is_tpu = self.machine.chip.platform == "tpu"
+        if not is_tpu:
+            describe_cudnn(91000, (9, 0))  # whose traces need a GPU otherwise
+        model = model_of(self.size, on_tpu if is_tpu else on_gpu, self.gated, self.experts)
+        batch = jax.ShapeDtypeStruct(
+            (int(self.sequences * self.machine.count), self.time), jnp.int32
+        )
+        policies = ("full", "dots", "all") + ("offload_inputs", "offload") * is_tpu
+        given = {"machine": self.machine, "dtype": jnp.bfloat16, "compile": 0, "policies": policies}
+        return mylib.plan(
+            step, batch, model, eqx.filter_eval_shape(OPTIM.init, model), layers=type(model.blocks),
+            **{**given, **options},
+        )  # fmt: skip
+
+
+GPT3_175B = Size(96, 12288, 96, 96, 49152, vocab=50304)
+MIXTRAL_8X7B = Size(32, 4096, 32, 8, 14336)
+_V6E, _H100 = Machine.of("v6e 16x16"), partial(gpu, OF_500_WATTS)
+# By AI-Hypercomputer/tpu-recipes and maxtext (maxtext_trillium_model_configs.py), which all use
+# FSDP over 256, and TorchTitan. How 70B is split on 64 wasn't published with fewer rows than GPUs.
+WITH_KERNELS = (
+    WithKernel("Llama 2 70B", _V6E, LLAMA2_70B, 2, 4096, 9.05, "FSDP 256"),
+    WithKernel("Mixtral 8x7B", _V6E, MIXTRAL_8X7B, 12, 4096, 13.48, "FSDP 256", experts=8),
+    WithKernel("GPT-3 175B", _V6E, GPT3_175B, 3, 2048, 17.18, "FSDP 256", gated=False),
+    WithKernel("405B", _H100(hosts=16), LLAMA3_405B, 0.25, 8192, 18.79, "FSDP 16 x TP 8"),
+    WithKernel("70B, few rows", gpu("h100", hosts=8), LLAMA3_70B, 0.25, 65536, 0, "splits saved"),
+)
+
+
+def with_kernels(only: list[str]) -> None:
+    columns = "step", "machine", "chosen", "s", "published s", "GiB", "of GiB", "published"
+    print_header("modelled plans of steps with kernels", (*columns, "its s", "row"))
+    for row in WITH_KERNELS:
+        if not any(part in f"{row.name} {row.machine}" for part in only):
+            continue
+        start = time.monotonic()
+        plan = row.plan()
+        ranked = [plan.chosen, *plan.others]
+        same = next((x for x in ranked if row.published in x.name), None)
+        place = "-" if same is None else f"{same.seconds:.2f} ({ranked.index(same) + 1}. of all)"
+        print_row([
+            row.name, str(row.machine), plan.chosen.name, f"{plan.chosen.seconds:.2f}",
+            f"{row.seconds:.2f}" if row.seconds else "-", f"{plan.memory / 2**30:.1f}",
+            f"{(row.machine.memory or 0) / 2**30:.1f}", row.published, place,
+            f"{time.monotonic() - start:.1f} s",
+        ])  # fmt: skip
+
+
 class Priced(NamedTuple):
     """A step, and the strategy whose price is compared."""
 
@@ -313,11 +443,13 @@ def compiling(only: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these")
+    parser.add_argument("--kernels", action="store_true", help="whose attention is a kernel")
     parser.add_argument("--prices", action="store_true", help="against compiled programs")
     parser.add_argument("--time", action="store_true", help="how long planning takes")
     parser.add_argument("--compile", action="store_true", help="how long it takes with compiling")
     given = parser.parse_args()
-    chosen = [(given.time, times), (given.prices, prices), (given.compile, compiling)]
+    chosen = [(given.time, times), (given.prices, prices), (given.compile, compiling),
+              (given.kernels, with_kernels)]  # fmt: skip
     next((run for asked, run in chosen if asked), truths)(given.only)
 
 

@@ -1,16 +1,20 @@
-"""`python -m mylib compile module:function --machine "h100 x 64"`, and `plan`."""
+"""`python -m mylib compile module:function --machine "h100 x 64"`, `plan`, and `testing launch`."""
 
 import argparse
 import importlib
 import os
+import runpy
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+from ._lines import OURS, is_of_user
 from ._plan import PlanError, plan
 from .machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
 
@@ -26,32 +30,63 @@ keywords of mylib.plan, such as {"layers": Block}
 """
 
 
+_EXAMPLES = """
+examples:
+  python -m mylib compile train:lowered --machine "v5p 4x4x8" --save step.mylib
+  python -m mylib plan train:training --machine "h100 x 64" --save plan.json
+  python -m mylib testing launch -n 4 train.py
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carries out a command line, and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mylib")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["testing"]:
+        # It has options of its own, and those of the script.
+        sys.argv = ["mylib.testing", *arguments[1:]]
+        runpy.run_module("mylib.testing", run_name="__main__")
+    options = _parser().parse_args(arguments)
+    with _own_errors():
+        return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mylib",
+        description="Compiles and plans steps of JAX for machines that you don't have, and starts "
+        "scripts in several processes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = importlib.import_module("mylib").__version__
+    parser.add_argument("--version", action="version", version=f"mylib {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    about = "Compiles a program for a machine that need not be here, and says what it needs."
+    about = "Compiles a program for a machine that you needn't have, and prints what it needs."
     command = commands.add_parser("compile", description=about, help=about)
-    command.add_argument("function", type=_function, help=_FUNCTION)
+    command.add_argument("function", help=_FUNCTION)
     command.add_argument("--machine", type=_machine, required=True, help="such as 'v5p 4x4x8'")
     command.add_argument("--save", metavar="FILE", help="where to save it, for load_compiled")
     command.set_defaults(run=_compile)
-    about = "Finds a mesh, placements and a policy for a step, on a machine that need not be here."
+    about = "Finds a mesh, placements and a policy for a step, on a machine that you needn't have."
     command = commands.add_parser("plan", description=about, help=about)
-    command.add_argument("function", type=_function, help=_STEP)
+    command.add_argument("function", help=_STEP)
     command.add_argument("--machine", type=_machine, required=True, help="such as 'h100 x 64'")
-    about = "candidates at most, instead of what the function says; 8 by default"
+    about = "candidates at most, instead of the function's; 8 by default"
     command.add_argument("--compile", type=int, default=argparse.SUPPRESS, help=about)
-    about = "seconds, instead of what the function says; 600 by default"
+    about = "seconds, instead of the function's; 600 by default"
     command.add_argument("--budget", type=float, default=argparse.SUPPRESS, help=about)
     command.add_argument("--save", metavar="FILE", help="where to save it, for mylib.Plan.of")
     command.set_defaults(run=_plan)
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    about = "launch: runs a script in several processes on this machine (testing launch --help)."
+    commands.add_parser(
+        "testing", help=about, usage="python -m mylib testing launch -n N script.py"
+    )
+    return parser
 
 
-def _function(text: str) -> Callable[[Machine], Any]:
-    name, _, attribute = text.partition(":")
+def _called(options: argparse.Namespace) -> Any:
+    """The result of the function that is named."""
+    name, _, attribute = options.function.partition(":")
     # As `python -m` does.
     sys.path.insert(0, os.getcwd())
     try:
@@ -59,10 +94,24 @@ def _function(text: str) -> Callable[[Machine], Any]:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise argparse.ArgumentTypeError(f"there is no module {name!r} here") from None
+        _parser().error(f"there is no module {name!r} here")
     if not hasattr(module, attribute):
-        raise argparse.ArgumentTypeError(f"{name} has no function {attribute!r}")
-    return getattr(module, attribute)
+        _parser().error(f"{name} has no function {attribute!r}")
+    return getattr(module, attribute)(options.machine)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Prints errors of the user's code without the lines of this package."""
+    try:
+        yield
+    except Exception as error:
+        shown = traceback.TracebackException.from_exception(error)
+        lines = dropwhile(lambda x: not is_of_user(x.filename), shown.stack)
+        shown.stack = traceback.StackSummary(x for x in lines if not x.filename.startswith(OURS))
+        if not shown.stack:
+            raise
+        sys.exit("".join(shown.format()))
 
 
 def _machine(text: str) -> Machine:
@@ -76,7 +125,7 @@ def _compile(options: argparse.Namespace) -> int:
     machine: Machine = options.machine
     try:
         with _timed("traced and lowered"):
-            lowered = options.function(machine)
+            lowered = _called(options)
         with _timed(f"compiled for {machine}"):
             # What is saved must run there: see `Compiled.save`.
             is_run = options.save is not None and machine.chip.platform == "gpu"
@@ -99,7 +148,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    step, *args = options.function(options.machine)
+    step, *args = _called(options)
     keywords = args.pop() if args and isinstance(args[-1], dict) else {}
     given = {name: x for name, x in vars(options).items() if name in ("compile", "budget")}
     start = time.monotonic()

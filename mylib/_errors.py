@@ -25,6 +25,15 @@ class Fault:
     - `request`: the requested placement.
     - `reason`: why it is impossible.
     - `fix`: what to write instead.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        (fault,) = mylib.explain({"w": jnp.ones(3)}, P("data"), mesh).faults
+        assert (fault.path, fault.shape) == ("['w']", (3,))
+        print(fault.reason, fault.fix)
+        ```
     """
 
     path: str
@@ -76,6 +85,16 @@ class PlacementError(_FaultyLeavesError):
     **Attributes:**
 
     - `faults`: a tuple of [`mylib.Fault`][].
+
+    !!! Example
+
+        ```python
+        try:
+            mylib.filter_shard(jnp.ones(3), P("data"), mesh=mylib.make_mesh(data=8))
+        except mylib.PlacementError as error:
+            (fault,) = error.faults
+            print(fault.reason, fault.fix)
+        ```
     """
 
     _beginning: ClassVar[str] = "can't place"
@@ -88,6 +107,17 @@ class ReplicaError(_FaultyLeavesError):
     **Attributes:**
 
     - `faults`: a tuple of [`mylib.Fault`][].
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        weights = mylib.filter_shard(jnp.ones((4, 4)), P(), mesh=mesh)
+        try:
+            mylib.check_replicas(weights)
+        except mylib.ReplicaError as error:
+            print(error.faults)
+        ```
     """
 
     _beginning: ClassVar[str] = "copies differ in"
@@ -97,17 +127,40 @@ class ReplicaError(_FaultyLeavesError):
 class AuditError(MylibError, ValueError):
     """[`mylib.audit`][] can't read a compiled program, or a part of it. There is no report then: an
     incomplete number would be worse than none. Or [`mylib.testing.run_here`][] can't compute it.
+
+    !!! Example
+
+        ```python
+        try:
+            mylib.audit("HloModule of_another_compiler")
+        except mylib.AuditError as error:
+            print(error)
+        ```
     """
 
 
 class NotHereError(MylibError, RuntimeError):
-    """Raised instead of running something on a machine that is not here: it can only compile."""
+    """Raised instead of running something on a machine that you don't have: programs can
+    only be compiled for it.
+
+    !!! Example
+
+        ```python
+        machines = mylib.machines
+        try:
+            mesh = machines.gpu("h100").mesh(data=-1)
+            make = mylib.filter_jit(jnp.zeros, out_shardings=P("data"), mesh=mesh)
+            make(8)
+        except (machines.NotHereError, machines.CompilerError) as error:
+            print(error)  # `make.lower(8).compile()` works
+        ```
+    """
 
 
 def not_here(name: str) -> NotHereError:
     return NotHereError(
-        f"{name} can't be called: its devices are those of a machine that is not here, which can "
-        "compile, not run. Call .lower(...).compile()"
+        f"{name} can't be called: its devices are those of a machine that you don't have, which "
+        "can compile, not run. Call .lower(...).compile()"
     )
 
 
@@ -115,6 +168,21 @@ class SavedProgramError(MylibError, ValueError):
     """A compiled program can't be saved, or a file can't be used as one: it is something else, it
     is damaged, or its program is for other versions, devices, arguments or code. Nothing has been
     loaded then.
+
+    !!! Example
+
+        ```python
+        import pathlib, tempfile
+
+        x = jnp.ones(8)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "step.mylib")
+            path.write_text("something else")
+            try:
+                mylib.load_compiled(path, mylib.filter_jit(lambda x: x + 1), x)
+            except mylib.SavedProgramError as error:
+                print(error)
+        ```
     """
 
 
@@ -146,7 +214,13 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
     what = counted(count, "leaf", "leaves") if count else "the tree"
-    return "\n".join([f"{beginning} {what}:", *listed(alike, "all of them are in `.faults`")])
+    where = "all of them are in `.faults`"
+    if count > 1 and len(alike) == 1:
+        # One cause of many leaves comes before their names.
+        ((request, _, instead), named) = next(iter(alike.items()))
+        first = [f"{beginning} {what}: {faults[0].reason}", f"    {request}", f"    {instead}"]
+        return "\n".join([*first, *listed({(): named}, where, len(first))])
+    return "\n".join([f"{beginning} {what}:", *listed(alike, where)])
 
 
 # The most lines of an error that a person reads, and the most explanations in them.
@@ -154,17 +228,17 @@ _LINES = 40
 _EXPLANATIONS = 7
 
 
-def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
+def listed(alike: dict[tuple[str, ...], list[str]], where: str, above: int = 1) -> list[str]:
     """The lines of a message: each explanation below the names of its leaves. If there are too many
     lines, names that differ by an index are combined, and the rest is left out; `where` says where
-    to find it.
+    to find it. `above` is the number of lines above them.
     """
     lines = _lines_of(alike)
-    if len(lines) < _LINES:
+    if len(lines) + above <= _LINES:
         return lines
     shown = dict(list(alike.items())[:_EXPLANATIONS])
     longest = max(map(len, shown))
-    room = max(2, (_LINES - 2) // len(shown) - longest)
+    room = max(2, (_LINES - 1 - above) // len(shown) - longest)
     lines = _lines_of({key: _some(folded(names), room) for key, names in shown.items()})
     rest = list(alike.values())[_EXPLANATIONS:]
     if rest:
@@ -233,6 +307,15 @@ class MylibWarning(UserWarning):
 class CapturedArrayWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] captures an array of 1 MiB or more. The array
     becomes a constant of the compiled program, replicated on every device.
+
+    !!! Example
+
+        ```python
+        table = jnp.ones((512, 1024))
+        # An argument, not `lambda i: table[i]`.
+        look_up = mylib.filter_jit(lambda table, i: table[i])
+        row = look_up(table, jnp.asarray(3))
+        ```
     """
 
 
@@ -240,25 +323,67 @@ class DonationWarning(MylibWarning):
     """A function with `donate="warn"` or `"warn-except-first"` was given an array whose memory no
     result could reuse. Or a function with `donate="all-except-first"` returns new versions of
     several arguments, and the spared first argument is itself returned in a new version.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: x + 1, donate="warn")
+        x = step(jnp.ones(8))  # the result has the argument's memory
+        ```
     """
 
 
 class PlacementWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] is given arrays that are placed otherwise than
-    `kept` of its [`mylib.fully_shard`][] or [`mylib.by_matrix`][] says, such as replicated weights.
-    They take the memory on each device that `kept` is there to save, or are moved in each call.
+    by `kept` of its [`mylib.fully_shard`][] or [`mylib.by_matrix`][], such as replicated weights.
+    They need the memory on each device that `kept` is there to save, or are moved in each call.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        kept = mylib.rules.fsdp("data")
+
+        @mylib.filter_jit(in_shardings={"x": P("data")}, mesh=mesh)
+        def loss(model, x):
+            model = mylib.fully_shard(model, eqx.nn.Linear, kept, mesh=mesh)
+            return jnp.mean(jax.vmap(model)(x))
+
+        model = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
+        model = mylib.filter_shard(model, kept, mesh=mesh)  # else it warns
+        loss(model, jnp.ones((16, 64)))
+        ```
     """
 
 
 class PrefetchWarning(MylibWarning):
     """Layers of [`mylib.fully_shard`][] with `prefetch=` are called in programs of their own, such
     as a `jax.checkpoint` of each layer's call, so they can't gather their weights in advance.
+
+    !!! Example
+
+        ```python
+        import warnings
+
+        warnings.filterwarnings("error", category=mylib.PrefetchWarning)  # in tests
+        ```
     """
 
 
 class RecompilationWarning(MylibWarning):
     """A function was compiled a second time for the same shapes, because its results, passed back
     in, have other shardings than its first arguments.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        rows = P("data")  # the same in and out, so one compilation is enough
+        step = mylib.filter_jit(
+            lambda x: x + 1, in_shardings=rows, out_shardings=rows, mesh=mesh
+        )
+        x = step(step(jnp.ones(8)))
+        ```
     """
 
 
@@ -270,12 +395,31 @@ class ReplicatedWarning(MylibWarning):
     which are gathered for one product after the other: use [`mylib.by_matrix`][]; or a loop, such
     as over the pieces of a batch, gathers the same weights in each iteration: use
     [`mylib.accumulate`][], or ignore it if the gathered weights don't fit in memory.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        # Without in_shardings all devices would compute the same.
+        predict = mylib.filter_jit(
+            lambda w, x: x @ w, in_shardings=(P(), P("data")), mesh=mesh
+        )
+        y = predict(np.ones((64, 64), np.float32), np.ones((16, 64), np.float32))
+        ```
     """
 
 
 class StaticNumberWarning(MylibWarning):
     """A Python number among the arguments changes at each call. It is static, so each value
     compiles another program; convert it by `jax.numpy.asarray` to have it traced.
+
+    !!! Example
+
+        ```python
+        scaled = mylib.filter_jit(lambda x, by: x * by)
+        for by in range(3):
+            scaled(jnp.ones(8), jnp.asarray(by))  # one program for all
+        ```
     """
 
 
@@ -286,12 +430,34 @@ class SummedTwiceWarning(MylibWarning):
     JAX sums gradients with respect to parameters that are the same on all devices. A `pmean` of the
     sum leaves it as it is: `n` times as large as the mean over `n` devices. A `psum` multiplies it
     by `n`. Take the gradient with respect to [`mylib.vary`][] of the parameters instead.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+
+        @mylib.filter_shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        def gradient(w, x):
+            w = mylib.vary(w, "data")  # without it, `pmean` warns
+            return jax.lax.pmean(jax.grad(lambda w: jnp.sum(w * x))(w), "data")
+
+        gradient(jnp.ones(()), jnp.arange(8.0))
+        ```
     """
 
 
 class WrongArgumentWarning(MylibWarning):
     """What is placed is probably not what was meant: an optimiser, which has no arrays, instead of
     its state; or a model where the placement of a batch is given.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        optim = optax.adam(1e-3)
+        state = optim.init({"w": jnp.ones((64, 64))})  # place this, not `optim`
+        state = mylib.filter_shard(state, mylib.rules.fsdp("data"), mesh=mesh)
+        ```
     """
 
 

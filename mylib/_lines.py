@@ -77,14 +77,27 @@ def calling_frame(frame: FrameType | None = None) -> FrameType:
     return best
 
 
+def spot(file: str, line: int | str, name: str | None = None) -> str:
+    """A line as messages name it: `train.py:31`, or `cell 4, line 6` of a notebook. `name` is the
+    file's, if not the last part of its path.
+    """
+    # IPython gives each cell a file of its own.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda file: None)
+    named = name_of(file)
+    if named:
+        return f"cell {named[1].removeprefix('In[').rstrip(']')}, line {line}"
+    return f"{name or Path(file).name}:{line}"
+
+
 def line_of_caller() -> str:
     """The user's line that called this package: `train.py:31`."""
     frame = calling_frame()
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return spot(frame.f_code.co_filename, frame.f_lineno)
 
 
 def line_that_raised(error: BaseException) -> str:
     """The user's line that raised an error: `train.py:31`."""
     frames = [*traceback.walk_tb(error.__traceback__)][::-1]
     found = innermost(frames, lambda frame: frame[0].f_code.co_filename)
-    return "" if found is None else f"{Path(found[0].f_code.co_filename).name}:{found[1]}"
+    return "" if found is None else spot(found[0].f_code.co_filename, found[1])

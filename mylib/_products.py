@@ -4,6 +4,7 @@ convolution.
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ class Products(NamedTuple):
 
 
 def products_in(program: Any, each_turn: bool, at_most: float = math.inf) -> Products | None:
-    """Counts what each turn of a scan computes, or the body of a loop once, as the compiler's own
-    analysis does. Equations whose results nothing uses are left out, but loops and branches are
+    """Counts what each iteration of a scan computes, or the body of a loop once, as the compiler's
+    own analysis does. Equations whose results nothing uses are left out, but loops and branches are
     counted whole. None if the program calls code whose work is unknown, or if there are more
     products than `at_most`, when counting ends.
     """
@@ -124,6 +125,42 @@ def products_of_equation(eqn: Any) -> int:
     (contracted, _), _ = eqn.params[names.PARAM_DIMENSION_NUMBERS]
     shape = eqn.invars[0].aval.shape
     return math.prod([*eqn.outvars[0].aval.shape, *(shape[i] for i in contracted)])
+
+
+def flops_of_kernel(eqn: Any) -> float | None:
+    """What a Pallas kernel computes, as it states or as its name tells; None if neither does."""
+    cost = eqn.params.get(names.PARAM_COST)
+    if cost is not None:
+        return float(cost.flops)
+    avals = [(tuple(x.aval.shape), x.aval.dtype.kind in "iub") for x in eqn.invars]
+    products = products_of_splash(eqn.params.get(names.PARAM_NAME) or "", avals, len(eqn.outvars))
+    return None if products is None else 2.0 * products
+
+
+def products_of_splash(
+    name: str, operands: Sequence[tuple[tuple[int, ...], bool]], results: int
+) -> int | None:
+    """Those of a kernel of splash attention, by its name, and by the shapes of its operands and
+    whether they are of integers. None if it is another kernel.
+    """
+    found = re.search(names.KERNEL_SPLASH, name)
+    if found is None:
+        return None
+    queries, keys = [shape for shape, is_int in operands if not is_int][:2]
+    # Backward the scores are computed again; one kernel may do it all.
+    count = 5 if results == _FUSED else _SPLASH[found["of"]]
+    products = count * math.prod(queries) * max(keys[-2:])
+    positions = [shape for shape, is_int in operands if is_int and len(shape) == 2]
+    # A mask that is computed from positions is causal, or leaves out more: its blocks are not
+    # computed. With segments there are two other such arrays.
+    return products // 2 if len(positions) > (2 if found["segments"] else 0) else products
+
+
+# How many products of queries and keys, or of scores and values: for the result, for the gradients
+# of keys and values, and for that of queries.
+_SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
+# The results of the kernel for all three gradients.
+_FUSED = 3
 
 
 def _convolution(eqn: Any) -> int:

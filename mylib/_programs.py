@@ -1,6 +1,6 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,11 +9,18 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._compat import closed_or_open, functions_of, names, opened, scan_sizes, while_body
-from ._lines import innermost
+from ._lines import innermost, spot
 
 # The primitive of calls that `mylib.opaque` can split. It has no jaxpr: what it calls is traced for
 # the parts of one device, when it is lowered.
 KERNEL = "mylib_kernel"
+# Parameters of its equations.
+_CALLED, _SPLITS = "kernel", "splits"
+
+
+def kernel_of(eqn: Any) -> tuple[Any, Any]:
+    """What an equation of this primitive calls, and how that may be split."""
+    return eqn.params[_CALLED], eqn.params[_SPLITS]
 
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
@@ -125,8 +132,9 @@ _SAME_MATRIX = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
 
 
 class Looped(NamedTuple):
-    """A scan or a `while_loop`: its body, and what the body is given in each turn: constants, what
-    is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is carried.
+    """A scan or a `while_loop`: its body, and what the body is given in each iteration: constants,
+    what is carried, and slices. A `while_loop` has a test, which is given `of_test` and what is
+    carried.
     """
 
     body: Any
@@ -159,9 +167,9 @@ def scan_of(eqn: Any, operands: Sequence[Any]) -> Looped:
 def repeated(
     loop: Looped, turn: Callable[[list[Any]], list[Any]], join: Callable[[Any, Any], Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What holds in every turn of a loop: for what is carried, before and after any number of
-    turns, and for the results of a turn. `turn` gives the results from what the body is given, and
-    `join` says what holds for two values that may be the same one.
+    """What holds in every iteration of a loop: for what is carried, before and after any number of
+    iterations, and for the results of an iteration. `turn` gives the results from what the body is
+    given, and `join` says what holds for two values that may be the same one.
     """
     carry = loop.carry
     while True:
@@ -199,6 +207,25 @@ def is_opaque(eqn: Any) -> bool:
     if name in names.KNOWN_CALLS:
         return False
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
+
+
+def opaque_calls(program: Any, without: Collection[str] = ()) -> Iterator[Any]:
+    """Its equations that call code that can't be analysed, without those of `equinox.error_if`, and
+    those in calls of some names.
+    """
+
+    def is_left_out(eqn: Any) -> bool:
+        checks = eqn.primitive.name == names.COND and any(map(only_calls_back, jaxprs_in(eqn)))
+        return checks or eqn.primitive.name in without
+
+    for jaxpr in all_jaxprs(program, without=is_left_out):
+        yield from filter(is_opaque, opened(jaxpr).eqns)
+
+
+def only_calls_back(program: Any) -> bool:
+    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
+    eqns = opened(program).eqns
+    return bool(eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in eqns)
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)
@@ -286,7 +313,7 @@ def scanned(
 ) -> tuple[Any, list[Any], Any]:
     """Calls `turn` in place of the body of a `jax.lax.scan`, with a state and what the body is
     given. It returns the next state, the body's results, and further values. Returns the last
-    state, the results of the scan, and the further values of all turns.
+    state, the results of the scan, and the further values of all iterations.
     """
     carried = len(loop.carry)
 
@@ -311,4 +338,4 @@ def line_of(eqn: Any) -> str:
     frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
     if frame is None:
         return "an unknown line"
-    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return f"{spot(frame.file_name, frame.line_num, frame.file_name)} ({frame.function_name})"

@@ -1,4 +1,4 @@
-"""Numbers, sizes, lists and tables as text."""
+"""Numbers, sizes, lists and specs as text."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -79,8 +79,6 @@ def show_bytes(size: float) -> str:
     return f"{size:.2f} GiB" if abs(size) < 1024 else f"{size / 1024:.2f} TiB"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in cells]
+def show_spec(spec: object) -> str:
+    """A `PartitionSpec` as one writes it: `P('data')`."""
+    return str(spec).replace("PartitionSpec", "P").replace(",)", ")")

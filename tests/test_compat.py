@@ -171,6 +171,10 @@ USES = {
     "jax._src.sharding_impls.UNSPECIFIED": (
         "among `in_shardings` and `out_shardings` of a call of `jax.jit`: the compiler decides"
     ),
+    "jax._src.sharding_impls.parse_flatten_op_sharding": (
+        "the specs of a sharding of the compiler's on a mesh; a ValueError if it splits a part of "
+        "an axis"
+    ),
     "jax._src.source_info_util.Transform": (
         "an entry of an equation's stack of names that a transformation has made, `jvp` or "
         "`transpose` by its `.name`; what is computed again in a checkpoint has an entry "

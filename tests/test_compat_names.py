@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import custom_partitioning as partitioning, io_callback, pallas as pl
 from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from kernels import tensor_cores
 from scripts import printed_by
@@ -505,7 +506,9 @@ ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 KINDS = tuple(
     f"{kind}_"
-    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED PROFILE SCOPE STACK TEXT".split()
+    for kind in """
+        ARGUMENT EVENT FRAMES KERNEL LOGGER MLIR PARAM PICKLED PROFILE SCOPE STACK TEXT
+    """.split()
 )
 
 
@@ -723,6 +726,17 @@ STATUSES = {"TEXT_ALREADY_EXISTS", "TEXT_DEADLINE", "TEXT_NOT_FOUND"}
 
 def run(program, env):
     return printed_by("-c", textwrap.dedent(program), env=env)
+
+
+def test_the_kernels_of_splash_attention():
+    mask = splash.MultiHeadMask([splash.CausalMask((128, 128))])
+    blocks = splash.BlockSizes(*[128] * 8)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    x = jnp.ones((1, 128, 128))
+    found = equations(traced(jax.grad(lambda x: kernel(x, x, x).sum()), x))
+    met = [x.params["name"] for x in found if x.primitive.name == names.PALLAS]
+    of = {re.fullmatch(names.KERNEL_SPLASH, name)["of"] for name in met}
+    assert of == {"fwd", "dkv", "dq"}, f"{advice('KERNEL_SPLASH')}: {met}"
 
 
 class TestTexts:

@@ -148,7 +148,7 @@ def test_docstrings_are_complete():
         doc = inspect.getdoc(value) or ""
         missing = _missing_in_class if inspect.isclass(value) else _missing_in_function
         faults[path] += [*([] if doc else ["a docstring"]), *missing(value, doc)]
-        if inspect.isfunction(value) and not _examples(value):
+        if not _examples(value):
             faults[path].append("an example")
         if any(len(line) > 78 for text in _examples(value) for line in text.splitlines()):
             faults[path].append("lines of at most 78 columns")

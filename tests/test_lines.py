@@ -69,6 +69,30 @@ def test_audits():
     assert only.source == "mylib_train.py:2"
 
 
+def test_cells_of_notebooks():
+    """Their files have names that tell readers nothing."""
+    pytest.importorskip("IPython")
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    try:
+        shell.push({"ask": line_of_caller, "mylib": mylib, "jnp": jnp, "jax": jax})
+        shell.run_cell("pass")
+        done = shell.run_cell("a = 1\nb = 2\nresult = ask()", store_history=True)
+        cell = done.execution_count or 0
+        assert shell.user_ns["result"] == f"cell {cell}, line 3"
+        shell.run_cell(
+            "x = mylib.filter_shard(jnp.ones(8), jax.P('data'), mesh=mylib.make_mesh(data=8))"
+        )
+        shell.run_cell(
+            "a = 3\nreport = mylib.audit(lambda x: (x * 2).sum(), x)", store_history=True
+        )
+        (only,) = shell.user_ns["report"].collectives
+        assert only.source == f"cell {cell + 1}, line 2"
+    finally:
+        InteractiveShell.clear_instance()
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

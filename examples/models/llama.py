@@ -4,7 +4,7 @@
     python examples/models/llama.py --machine "h100 x 16" --strategy "FSDP"
 
 Trains a small one under five strategies; or compiles one of 1.2 billion parameters for a machine
-that need not be here, and reports what a step needs and communicates.
+that you needn't have, and reports what a step needs and communicates.
 """
 
 import running  # first: it simulates devices

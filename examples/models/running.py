@@ -8,7 +8,7 @@ import sys
 
 # Read when JAX starts, so they come before it is imported. The first two concern the CPU alone.
 # NPROC is the number of threads that the simulated devices share: JAX 0.10 needs as many as there
-# are devices, however few the cores. A machine that is compiled for need not be here.
+# are devices, however few the cores. You needn't have a machine that is compiled for.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = os.environ.get("NPROC", "32")
 os.environ["JAX_PLATFORMS"] = (
@@ -132,7 +132,7 @@ def main(
     run: Callable[[Strategy, Mesh], str],
     compile_large: Callable[[Strategy, Mesh], mylib.Report],
 ) -> None:
-    """Runs on what is here; or compiles for a machine, and reports."""
+    """Runs on the available devices; or compiles for a machine, and reports."""
     parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").strip())
     parser.add_argument("--machine", help='compile for this machine instead, such as "h100 x 16"')
     parser.add_argument("--strategy", choices=strategies, help="one of them; by default all")

@@ -1,4 +1,4 @@
-"""Warnings after a compilation: of what is compiled again, held too often, or not divided."""
+"""Warnings after compiling: recompilation, redundant copies, undivided work."""
 
 from .arrivals import about_arrivals as about_arrivals
 from .captured import (

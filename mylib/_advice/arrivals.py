@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._compat import value_under
 from .._errors import PlacementWarning, folded, warn
 from .._placement import bytes_on_each, same_axes
-from .._text import show_bytes
+from .._text import show_bytes, show_spec
 
 
 def about_arrivals(
@@ -59,4 +59,4 @@ def _for_comparing(kept: NamedSharding, arrived: Sharding) -> NamedSharding | No
 
 
 def _show(sharding: Sharding) -> str:
-    return str(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
+    return show_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding)

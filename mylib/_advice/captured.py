@@ -28,8 +28,9 @@ def about_captured(name: str, codes: Iterable[FunctionType | None], program: Any
     captured = [pair for code in codes for pair in captured_by(code)]
     shown = ", ".join(_show_constant(x, captured) for x in large)
     warn(
-        f"{name} captures large arrays: {shown}. They become part of the compiled program, whole "
-        "on every device, and no report of its memory shows them. Pass them as arguments.",
+        f"{name} captures large arrays: {shown}. They become part of the compiled program, "
+        "replicated on every device, and no report of its memory shows them. Pass them as "
+        "arguments.",
         CapturedArrayWarning,
     )
 

@@ -20,7 +20,7 @@ def about_not_taken(name: str, donated: Arrays, find_names: Callable[[], Sequenc
         texts = [f"{path} {tuple(x.shape)}" for path, x in compress(pairs, left)]
         warn(
             f"Some donated buffers were not usable: {name} was given {some(texts)}. It does not "
-            "use them, or returns nothing of the same shape, dtype and sharding that could take "
+            "use them, or returns nothing of the same shape, dtype and sharding that could reuse "
             "their memory.",
             DonationWarning,
         )

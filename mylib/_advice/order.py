@@ -7,6 +7,7 @@ import equinox as eqx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import WrongArgumentWarning, warn
+from .._text import show_spec
 
 # Modules may be split like batches, such as those of an ensemble, so only names tell.
 _BATCHES = ("batch", "x", "y", "inputs", "targets", "tokens", "labels", "images", "data")
@@ -23,7 +24,7 @@ def about_order(name: str, placement: Mapping[str, Any], arguments: Mapping[str,
             given = ", ".join(f"{key}: {type(value).__name__}" for key, value in arguments.items())
             warn(
                 f"{name} is given a {type(x).__name__} as {parameter}, and in_shardings splits all "
-                f"of its arrays as {spec}. Are the arguments in another order than the parameters? "
-                f"It was given ({given}).",
+                f"of its arrays as {show_spec(spec)}. Are the arguments in another order than the "
+                f"parameters? It was given ({given}).",
                 WrongArgumentWarning,
             )

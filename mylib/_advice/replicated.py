@@ -164,7 +164,7 @@ def _is_placed(x: Any) -> bool:
 
 def _state(x: Any) -> str:
     if isinstance(x, jax.Array):
-        return "is whole on each device" if x.committed else "is not placed"
+        return "is replicated on all devices" if x.committed else "is not placed"
     return "is a NumPy array, which is not placed"
 
 

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import PurePath
 from typing import Any
 
 from .._belongs import Owners
 from .._compat import names as jax_names
-from .._lines import innermost
+from .._lines import innermost, spot
 from .._tree import parts_in
 from .hlo import HloModule, Instruction
 from .opcodes import Likeness
@@ -160,7 +159,9 @@ def phases_in(module: HloModule) -> set[str]:
 def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
     frames = x.computation.module.frames(x)
-    return PurePath(innermost(frames, lambda line: line.rpartition(":")[0]) or "").name
+    found = innermost(frames, lambda line: line.rpartition(":")[0])
+    file, _, line = (found or "").rpartition(":")
+    return spot(file, line) if line else ""
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:

@@ -36,7 +36,7 @@ def audit(
     """Reports the collectives and the memory of a compiled program.
 
     Nothing is run. The compiler's output is read: for the CPU, for GPUs and for TPUs, including
-    those that are not here (see `mylib.machines`).
+    those that you don't have (see `mylib.machines`).
 
     **Arguments:**
 

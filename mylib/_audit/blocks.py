@@ -129,7 +129,7 @@ def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
         return tuple(numbers(x.attributes.get(f"{kind}_dims", "")) for kind in kinds)
     found = [re.search(rf'"{kind}_dimensions": ?\[([^\]]*)\]', x.text) for kind in kinds]
     if found[2] is None or found[3] is None:
-        raise AuditError(f"the settings of {x} don't say which dimensions it contracts")
+        raise AuditError(f"the settings of {x} don't name the dimensions that it contracts")
     return tuple(numbers(match[1]) if match else [] for match in found)
 
 

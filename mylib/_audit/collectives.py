@@ -276,7 +276,7 @@ def _groups(kind: str, x: Instruction, devices: int) -> Groups:
         return pairs_of(x.attribute("source_target_pairs"), devices)
     match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.text)
     if match is None:
-        raise AuditError(f"{x} doesn't say which devices it moves data between")
+        raise AuditError(f"{x} doesn't record which devices it moves data between")
     return pairs_of(match[1], devices)
 
 

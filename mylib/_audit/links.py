@@ -16,7 +16,7 @@ from ..machines import Chip, Machine, coordinates, shape_of
 from .groups import MeshAxes
 
 # In a host: the share of a GPU's links that a collective reaches with 2, 4 and 8 GPUs, and how long
-# it takes to start. The switch between 8 GPUs adds up by itself.
+# it takes to start. NVSwitch sums all-reduces in the network (8 GPUs).
 _GPUS = (2, 4, 8)
 _IN_HOST = {
     "all-reduce": ((0.72, 0.79, 1.04), (10e-6, 15e-6, 31e-6)),

@@ -10,7 +10,8 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
 from .._errors import AuditError
-from .._text import show_bytes, table
+from .._show import columns, wrapped
+from .._text import show_bytes
 from ..machines import Alive, Argument, Memory, largest
 from .attribution import primitive_of, source_of
 from .hlo import HloModule, arrays_of, bits_of
@@ -108,12 +109,14 @@ def lines_of(memory: Memory) -> list[str]:
     shared = donated if memory.aliased else ""
     heading, rows = at_the_peak(memory)
     lines = [f"each device holds {parts or 'nothing'}{shared}", heading + ":" * bool(rows)]
-    return [*lines, *(table(rows) if rows else [])]
+    held_then = columns([_AT_THE_PEAK, *rows], heading=1, indent="  ") if rows else []
+    return [*wrapped(lines), *held_then]
 
 
 # A guess: how much the schedule's peak may differ from XLA's for its arrays to be listed.
 _WITHIN = 0.1
 _SHOWN = 6
+_AT_THE_PEAK = "bytes", "arrays", "primitive", "line"
 _SMALL = 1024  # bytes: scalars and semaphores are left out
 
 

@@ -5,7 +5,7 @@ import math
 import re
 
 from .._errors import AuditError
-from .._products import meetings
+from .._products import meetings, products_of_splash
 from .attribution import is_of_dot
 from .blocks import factors_of, labels_of
 from .hlo import Instruction
@@ -130,9 +130,13 @@ def _triangular_solve(x: Instruction) -> int:
 
 
 def _stated(x: Instruction) -> int | None:
-    """What the author of a Pallas kernel has stated as its cost."""
+    """What the author of a Pallas kernel has stated as its cost, or what its name tells."""
     match = re.search(r'"cost_estimate": ?\{"flops": ?"(\d+)"', x.text)
-    return int(match[1]) // 2 if match else None
+    if match:
+        return int(match[1]) // 2
+    arrays = [array for y in x.inputs() for array in y.arrays[:1]]
+    shapes = [(tuple(y.shape), y.dtype[0] in "sup") for y in arrays]
+    return products_of_splash(x.name, shapes, len(x.arrays))
 
 
 # By the column `count` of the tables of opcodes and of targets.

@@ -9,7 +9,8 @@ from typing import Any
 
 from .._errors import AuditError, folded
 from .._measured import Measured, Sent, measured_of
-from .._text import counted, listed, show_bytes, table
+from .._show import columns, for_stdout, wrapped
+from .._text import counted, listed, show_bytes
 from ..machines import Machine, Memory
 from .attribution import UNKNOWN
 from .flow import Flow
@@ -64,6 +65,15 @@ class Collective:
         the branch.
     - `instructions`: the names of the instructions that start it, and of those that end it, as
         profilers have them.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        x = mylib.filter_shard(jnp.ones(8), P("data"), mesh=mesh)
+        (collective,) = mylib.audit(lambda x: x.sum(), x).collectives
+        assert (collective.kind, collective.axes) == ("all-reduce", ("data",))
+        ```
     """
 
     kind: str
@@ -97,6 +107,13 @@ class Parameter:
     - `path`: its name, such as `model.layers[0].weight`.
     - `dtype`, `shape`, `bytes`: those of the part on one device.
     - `axes`: the mesh axes that it is split over; None if unknown.
+
+    !!! Example
+
+        ```python
+        (x,) = mylib.audit(lambda x: x + 1, jnp.ones((8, 8))).parameters
+        assert (x.path, x.shape, x.bytes) == ("x", (8, 8), 256)
+        ```
     """
 
     path: str
@@ -126,6 +143,16 @@ class Report:
         divided. None if that is unknown, as for a program without its function, with kernels or
         decompositions of matrices, or if the compiler has merged products.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; empty if only text was given.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        x = mylib.filter_shard(jnp.ones((64, 64)), P("data"), mesh=mesh)
+        report = mylib.audit(lambda x: (x @ x.T).sum(), x)
+        print(report)
+        assert report.count() == len(report.collectives)
+        ```
     """
 
     collectives: tuple[Collective, ...]
@@ -224,7 +251,7 @@ class Report:
         **Arguments:**
 
         - `folder`: what was given to `jax.profiler.trace`, or one `*.xplane.pb` file in it.
-        - `machine`: from `mylib.machines`: what `estimate` says of it stands beside the times.
+        - `machine`: from `mylib.machines`: its `estimate` stands beside the times.
 
         **Returns:**
 
@@ -267,11 +294,12 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def __repr__(self) -> str:
-        lines = [_title(self)]
+        lines = wrapped([_title(self)])
         if self.collectives:
-            lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
-        lines += [_sum(self), *_divided(self), *_each_turn(self)]
-        return "\n".join([*lines, *([] if self.memory is None else lines_of(self.memory))])
+            rows = [_COLUMNS, *map(_row, _by_layer(self.collectives))]
+            lines += columns(rows, heading=_COLUMNS.index("collective"), indent="  ")
+        lines += wrapped([_sum(self), *_divided(self), *_each_turn(self)])
+        return for_stdout([*lines, *([] if self.memory is None else lines_of(self.memory))])
 
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)

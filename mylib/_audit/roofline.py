@@ -33,6 +33,15 @@ class Estimate:
     - `bound_by`: the part that takes longest.
     - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
     - `assumptions`: the assumptions of the estimate.
+
+    !!! Example
+
+        ```python
+        report = mylib.audit(lambda x: x @ x, jnp.ones((8, 8)))
+        estimate = report.estimate(mylib.machines.gpu("h100", devices_per_host=1))
+        low, high = estimate.interval
+        assert low <= estimate.seconds <= high
+        ```
     """
 
     seconds: float

@@ -32,7 +32,7 @@ def snapshot_of(report: Report) -> str:
         if c.times is None:
             unknown.add(name)
     for name, size in sorted(sums.items()):
-        lines.append(f"  {name}: {size}" + (" in each turn" if name in unknown else ""))
+        lines.append(f"  {name}: {size}" + (" in each iteration" if name in unknown else ""))
     if not sums:
         lines.append("  nothing")
     return "\n".join(lines) + "\n"

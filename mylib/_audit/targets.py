@@ -1,6 +1,6 @@
 """What custom calls do, by their whole names: those that are known to stay on their device, or to
-call its host. One that is not here may communicate. cuBLAS and cuSOLVER, for example, have routines
-over several processes, whose names begin as those of the others.
+call its host. One that is not listed here may communicate. cuBLAS and cuSOLVER, for example, have
+routines over several processes, whose names begin as those of the others.
 
 JAX's own are those that it registers (`jaxlib.lapack`, `jaxlib.gpu_solver` and others); the
 compilers' are in the programs that they write.

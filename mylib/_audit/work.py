@@ -60,6 +60,13 @@ class Work:
         depends on data, which count as one step.
     - `schedule`: the operations and loops in the order in which they run, and where in between
         collectives begin and must have ended.
+
+    !!! Example
+
+        ```python
+        work = mylib.audit(lambda x: x @ x, jnp.ones((8, 8))).work
+        assert sum(work.flops.values()) == 2 * 8**3
+        ```
     """
 
     flops: Mapping[str, int]

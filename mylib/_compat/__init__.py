@@ -65,6 +65,7 @@ from .private import (
     set_label as set_label,
     set_once as set_once,
     sharding_under as sharding_under,
+    spec_of_compiler as spec_of_compiler,
     start_transfer_server as start_transfer_server,
     text_with_constants as text_with_constants,
     tpu_is_here as tpu_is_here,

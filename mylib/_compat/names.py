@@ -52,13 +52,11 @@ KNOWN_CALLS = OTHER_CALLS | ELEMENTWISE | {
 # Kernels: they run on one device, with values of their own.
 KERNELS = frozenset({"core_map", "mpmd_map", "pallas_call"})
 
+# Calls of functions of Python.
+CALLBACKS = frozenset({"buffer_callback", "io_callback", "pure_callback"})
+
 # Calls without a jaxpr, which can't be analysed.
-OPAQUE_CALLS = frozenset(
-    {
-        "buffer_callback", "call_exported", "ffi_call", "io_callback", "mosaic_gpu_p",
-        "pure_callback", "tpu_custom_call",
-    }
-)  # fmt: skip
+OPAQUE_CALLS = CALLBACKS | {"call_exported", "ffi_call", "mosaic_gpu_p", "tpu_custom_call"}
 
 # Only in shard_map. They name mesh axes without communicating.
 AXIS_INDEX = "axis_index"
@@ -89,6 +87,7 @@ RAGGED_DOT = "ragged_dot_general"
 # `jax.nn.dot_product_attention(..., implementation="cudnn")`.
 CUDNN_BACKWARD = "dot_product_attention_bwd_wrapper"
 CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+PALLAS = "pallas_call"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"
@@ -216,6 +215,11 @@ SHOWS = frozenset({"debug_callback", "debug_print"})
 JOINED = "stack"
 TILED = "tile"
 TAKEN_APART = "unstack"
+
+# --- kernels of JAX, by their names ---------------------------------------------------------------
+
+# Of `jax.experimental.pallas.ops.tpu.splash_attention`.
+KERNEL_SPLASH = r"splash_m[hq]a_(?P<of>fwd|dkv|dq)(?P<segments>_segmented)?_(no_)?residuals"
 
 # --- parameters: `eqn.params[...]` ----------------------------------------------------------------
 

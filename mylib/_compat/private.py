@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import equinox as eqx
@@ -25,7 +24,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._lines import OURS
+from .._lines import OURS, spot
 from . import names
 
 
@@ -140,8 +139,8 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
 def compute_on_meshes_of_values() -> None:
     """Lets JAX's rules move values with Auto axes, and make zeros like them, in code on Explicit
     axes. JAX does this on the mesh of the code, and refuses: where a `vmap` or a second gradient is
-    around the gradient of a loop whose turns use `auto_axes`. In JAX 0.10.2 and 0.12.0; no public
-    issue is known. Other rules do what is done here (`batching.broadcast`).
+    around the gradient of a loop whose iterations use `auto_axes`. In JAX 0.10.2 and 0.12.0; no
+    public issue is known. Other rules do what is done here (`batching.broadcast`).
     """
     move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
     _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))
@@ -582,6 +581,15 @@ def mesh_of_lowering(ctx: Any) -> AbstractMesh:
     return mesh
 
 
+def spec_of_compiler(sharding: Any, mesh: Any) -> PartitionSpec | None:
+    """A sharding that the compiler's partitioner gives; None if it splits a part of an axis."""
+    try:
+        (spec,) = sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(0), mesh)
+    except ValueError:  # `IndivisibleError`, which is private
+        return None
+    return spec
+
+
 def without_types_of_shard_map() -> Any:
     """A context in which nothing is asked for its `manual_axis_type`, also inside `shard_map`."""
     return config._check_vma(False)
@@ -644,7 +652,7 @@ def lines_of(eqn: Any) -> list[str]:
     """The lines that made an equation, as `train.py:31`, the innermost first."""
     traceback = eqn.source_info.traceback
     frames = () if traceback is None else traceback.frames
-    return [f"{Path(frame.file_name).name}:{frame.line_num}" for frame in frames]
+    return [spot(frame.file_name, frame.line_num) for frame in frames]
 
 
 def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
@@ -821,7 +829,7 @@ def compilation_cache() -> str | None:
 
 @contextmanager
 def names_in_cache_keys() -> Iterator[None]:
-    """Programs that differ in names and lines alone are different ones to the compilation cache."""
+    """Adds names and source lines to the key of the compilation cache."""
     with config.compilation_cache_include_metadata_in_key(True):
         yield
 

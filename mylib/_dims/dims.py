@@ -9,8 +9,8 @@ Nodes = tuple[int, ...]
 
 class Dims:
     """Each dimension of each value is a node; dimensions that an operation maps to each other are
-    joined. `parts` is the greatest number that every number of equal parts of a group divides, such
-    as the number of heads where heads and their width are one dimension.
+    joined. A group can be split into n parts if n divides its `parts`, such as the number of heads
+    where heads and their width are one dimension.
     """
 
     def __init__(self) -> None:

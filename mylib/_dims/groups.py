@@ -8,16 +8,27 @@ priced in milliseconds.
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from string import ascii_lowercase
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from .._compat import names, opened
-from .._products import products_of_equation
-from .._programs import KERNEL, Looped, is_on_host, jaxprs_in, line_of, loop_of
+from .._products import flops_of_kernel, products_of_equation
+from .._programs import (
+    KERNEL,
+    Looped,
+    is_on_host,
+    jaxprs_in,
+    kernel_of,
+    line_of,
+    loop_of,
+    only_calls_back,
+)
 from .dims import Dims, Nodes
 from .equations import (
     Equation,
@@ -70,7 +81,7 @@ class Product(Event):
 class Sum(Event):
     """A sum of as many bytes. Sums that are added to each other first are summed together:
     `first` is one of them. `scattered` if the result is constrained to where weights are kept.
-    `after` is where it is all-reduced: outside of loops whose turns only add to it.
+    `after` is where it is all-reduced: outside of loops whose iterations only add to it.
     """
 
     number: int = 0
@@ -119,6 +130,7 @@ class Reading:
     - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
     - `kernels`: the names of kernels, with the dimensions of their operands.
+    - `alone`: kernels that are known, and that compilers can't split, with a line that has them.
     - `unpriced`: the lines of kernels of which it is unknown what they compute.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
@@ -142,6 +154,7 @@ class Reading:
     placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
     kernels: list[tuple[str, list[Nodes]]] = field(default_factory=list)
+    alone: dict[str, str] = field(default_factory=dict)
     unpriced: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
@@ -313,7 +326,7 @@ class _Apply:
 
     def kernel(self) -> None:
         """A call that `mylib.opaque` was told how to split."""
-        splits, call = self.param("splits"), self.param("kernel")
+        call, splits = kernel_of(self.eqn)
         self.program.kernels.append((call.name, [x.nodes for x in self.ins]))
         work = call.work(self.in_avals)
         if work is None:
@@ -355,6 +368,25 @@ class _Apply:
         # Two products forward, and five backward.
         count = 2 if self.eqn.name == names.CUDNN_FORWARD else 5
         self._by_letters(letters, "bn", 2.0 * count * b * n * t * h * s[order.index("t")])
+
+    def pallas(self) -> None:
+        """A kernel of splash attention, known by its name, whose rows and heads are independent:
+        all but the last two dimensions of what isn't a mask. All other kernels are unknown.
+        """
+        name = self.eqn.params.get(names.PARAM_NAME) or ""
+        if not re.search(names.KERNEL_SPLASH, name):
+            self.unknown()
+            return
+        self.program.alone.setdefault(name, _line(self.eqn))
+
+        def letters(aval: Any) -> str:
+            rank = len(shape_of(aval))
+            is_mask = not jnp.issubdtype(aval.dtype, jnp.floating)
+            return "-" * rank if is_mask else ascii_lowercase[: rank - 2] + "--"
+
+        flops = flops_of_kernel(self.eqn.source)
+        each = map(letters, (*self.in_avals, *self.out_avals))
+        self._by_letters(each, ascii_lowercase, flops or 0.0)
 
     def ragged(self) -> None:
         """A product of each expert's rows, which are whole, as their number depends on data."""
@@ -413,7 +445,7 @@ class _Apply:
         return loop
 
     def _turns(self, count: int) -> Place:
-        """The body of a loop here, with as many turns."""
+        """The body of a loop here, with as many iterations."""
         places = self.program.places
         places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]
@@ -431,7 +463,7 @@ class _Apply:
 
     def call(self) -> None:
         """A checkpoint, or the branches of a condition, all of which are counted."""
-        called = [x for x in jaxprs_in(self.eqn.source) if not _only_calls_back(opened(x))]
+        called = [x for x in jaxprs_in(self.eqn.source) if not only_calls_back(x)]
         for inner in map(opened, called):
             operands = self.ins[len(self.ins) - len(inner.invars) :]
             results = self.reader.through(inner, operands, self.place)
@@ -693,11 +725,6 @@ def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
     return [x for i, x in enumerate(nodes) if i not in places]
 
 
-def _only_calls_back(jaxpr: Any) -> bool:
-    """Whether it is the branch in which `equinox.error_if` raises, and computes nothing."""
-    return bool(jaxpr.eqns) and all(x.primitive.name in names.OPAQUE_CALLS for x in jaxpr.eqns)
-
-
 def _line(eqn: Equation) -> str:
     return line_of(eqn.source)
 
@@ -719,6 +746,7 @@ _RULES: dict[str, _Rule] = {
     KERNEL: _Apply.kernel,
     names.CUDNN_BACKWARD: _Apply.attended,
     names.CUDNN_FORWARD: _Apply.attended,
+    names.PALLAS: _Apply.pallas,
     names.RAGGED_DOT: _Apply.ragged,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,

@@ -8,5 +8,5 @@ from .checkpoint import (
     recompute_resharded as recompute_resharded,
 )
 from .fully_shard import fully_shard as fully_shard
-from .layer import is_layer as is_layer
+from .layer import LAYER_INPUT as LAYER_INPUT, is_layer as is_layer
 from .quantised import IN_8_BITS as IN_8_BITS, unfit_for_8_bits as unfit_for_8_bits

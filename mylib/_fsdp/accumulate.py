@@ -95,7 +95,7 @@ def accumulate(
         assert grads.layers[0].weight.sharding.spec == P("data")
         ```
     """
-    check_dtypes(dtype, reduce_dtype)
+    check_dtypes(dtype, reduce_dtype, name="accumulate")
     if on_one_device.value:
         return eqx.filter_value_and_grad(loss)(model, batch)
     if in_own_dtypes.value:
@@ -197,5 +197,5 @@ def _faults(rows: Leaves, mesh: AnyMesh, axes: Sequence[str], pieces: int) -> It
     for i, x in enumerate(rows.arrays):
         if not x.shape or x.shape[0] % parts:
             reason = f"its first dimension can't be divided into {parts}: devices times pieces"
-            fix = "take fewer pieces, or a batch of a multiple of them; close over other arrays"
+            fix = "use fewer pieces, or a batch of a multiple of them; close over other arrays"
             yield rows.at(i, because(reason, fix, request))

@@ -1,10 +1,10 @@
 """Layers on Explicit axes.
 
 A layer is traced with the types that its author sees: `jax.typeof(x).sharding`, `out_sharding=` and
-`reshard` work as without `fully_shard`. But these types would also make the gradient of each weight
-whole on each device, and TPUs would all-reduce it. So the traced program is run on Auto axes, where
-the compiler can reduce-scatter: what the author asked for (`out_sharding=`, `reshard`) becomes a
-constraint, all else is left to the compiler.
+`reshard` work as without `fully_shard`. But these types would also replicate the gradient of each
+weight, and TPUs would all-reduce it. So the traced program is run on Auto axes, where the compiler
+can reduce-scatter: what the author asked for (`out_sharding=`, `reshard`) becomes a constraint, all
+else is left to the compiler.
 """
 
 from collections.abc import Callable, Sequence

@@ -96,22 +96,23 @@ def fully_shard(
         for each index of the gathered dimension. Gradients and tangents are not rounded: they are
         those of `dtype`, at the rounded weights. Left out are arrays of fewer than two dimensions
         or of integers, weights that aren't gathered, and leaves that are in no layer, such as tied
-        embeddings; [`mylib.explain`][] of the returned model says which.
+        embeddings; [`mylib.explain`][] of the returned model shows which.
     - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
         its input. `jax.checkpoint_policies.everything_saveable` saves all but the gathered weights.
+        The name of the first argument is `"layer_input"`, for policies that offload it.
     - `in_turn`: gather one layer at a time (default), for layers that are not stacked: each waits
         for its input. False: the compiler may gather all at once.
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
-        the forward and the backward pass. That takes memory for the weights of more layers, and
+        the forward and the backward pass. That needs memory for the weights of more layers, and
         is 0 by default. Stacked layers are prefetched by `jax.lax.scan(..., unroll=2)`.
     - `saved`: for tensor parallelism, where a layer's input is saved for the backward pass: a
         placement, or a prefix of placements, for the first positional argument as the layer sees
         it. `P("data", "model")` for `[batch, time, embed]` gives each device a part of the time;
         under `jax.vmap(..., spmd_axis_name="data")` write `P("model")`. The layer gathers its
         input over the axes by which `used` splits weights, and results of the shape and dtype of
-        an input are split as that is. By default inputs are whole over these axes, on each device.
+        an input are split as that is. By default inputs are replicated over these axes.
 
     **Returns:**
 
@@ -223,19 +224,21 @@ def _check_order(layers: Any, kept: Any) -> None:
         )
 
 
-def check_dtypes(dtype: Any, reduce_dtype: Any, send_dtype: Any = None) -> None:
-    """Refuses what weights can't be sent, computed with, or summed in."""
+def check_dtypes(
+    dtype: Any, reduce_dtype: Any, send_dtype: Any = None, name: str = "fully_shard"
+) -> None:
+    """Refuses what weights can't be sent, computed with, or summed in, in a function's name."""
     if send_dtype is not None and jnp.dtype(send_dtype) not in IN_8_BITS:
         raise TypeError(
-            f"fully_shard: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
+            f"{name}: send_dtype={send_dtype!r}: write jnp.float8_e4m3fn or jnp.int8. Other "
             "dtypes are sent by dtype="
         )
-    for name, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+    for option, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
         if x is not None and not jnp.issubdtype(x, jnp.floating):
-            raise TypeError(f"fully_shard: {name}={x!r} is not a floating dtype")
+            raise TypeError(f"{name}: {option}={x!r} is not a floating dtype")
     if None not in (dtype, reduce_dtype) and jnp.promote_types(dtype, reduce_dtype) != reduce_dtype:
         raise TypeError(
-            f"fully_shard: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
+            f"{name}: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
             f"dtype={jnp.dtype(dtype)}, in which gradients are computed"
         )
 

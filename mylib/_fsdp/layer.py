@@ -9,7 +9,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
@@ -211,8 +213,26 @@ def _called(
         weights, inputs = _after(weights, inputs, route)
     if plan.checkpoint:
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
+        if policy is not None:
+            run = _naming(run, outlined(args[:1])[1].count)
         run = checkpoint(run, policy)
     return call.filled(run(weights, inputs))
+
+
+def _naming(run: Run, count: int) -> Run:
+    """`run` with a name for as many of its inputs, by which policies may save or offload them."""
+
+    def named(x: Any) -> Any:
+        return checkpoint_name(x, LAYER_INPUT) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    def naming(weights: Arrays, inputs: Arrays) -> Arrays:
+        return run(weights, [*map(named, inputs[:count]), *inputs[count:]])
+
+    return naming
+
+
+# For `jax.checkpoint_policies`.
+LAYER_INPUT = "layer_input"
 
 
 class _LayerCall:

@@ -45,7 +45,7 @@ def scales_of(x: Any, kept: Target | None, used: Target | None) -> Scales | str:
     if unfit := unfit_for_8_bits(x):
         return unfit
     if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
-        return "no PartitionSpec says where it is kept and used"
+        return "no PartitionSpec gives where it is kept and used"
     size = kept.mesh.shape
     over_axes = [[a for a in axis_names(e) if size[a] > 1] for e in entries_of(kept.spec, x.ndim)]
     stay = [
@@ -69,7 +69,7 @@ def scales_of(x: Any, kept: Target | None, used: Target | None) -> Scales | str:
             shape.append(n // parts)
             entries.append((None, None))
     if math.prod(shape[i] for i in over) <= _WORTH:
-        return "its scales would take as much"
+        return "its scales would need as much"
     kept_spec, used_spec = (PartitionSpec(*spec) for spec in zip(*entries, strict=True))
     return Scales(
         tuple(shape),

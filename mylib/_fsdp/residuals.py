@@ -99,7 +99,7 @@ class Residual:
         return self._results_at(self.saved, results, with_types=True)
 
     def _results_at(self, targets: Targets, results: Any, with_types: bool = False) -> Any:
-        """Places each result as the first input that has its shape and dtype and is saved in parts,
+        """Places each result as the first input that has its shape and dtype and is saved sharded,
         if there is one.
         """
         of_inputs = [

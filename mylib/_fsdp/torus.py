@@ -28,7 +28,7 @@ def halfway(kept: Target | None, used: Target | None) -> NamedSharding | None:
 
 
 def is_over_all_devices(kept: NamedSharding, used: Target | None) -> bool:
-    """Whether weights are split over all devices of the mesh, and used whole."""
+    """Whether weights are split over all devices of the mesh, and used replicated."""
     if not (isinstance(used, NamedSharding) and used.is_fully_replicated):
         return False
     parts = math.prod(kept.mesh.shape[name] for name in axes_in(kept.spec))

@@ -70,13 +70,13 @@ def explain(error: Exception, call: Call) -> None:
             raise not_here(name) from error
         raise NotHereError(
             f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
-            "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
-            "where it is needed"
+            "machine you don't have: it can compile, not run. Leave out jax.set_mesh, and pass "
+            "mesh= where it is needed"
         ) from error
     if lowered_for_a_missing_backend(text):
         raise NotHereError(
             f"{call.wrapped.name} calls back into Python (jax.debug.print, pure_callback, "
-            "io_callback), which JAX can't lower for GPUs that are not here. Leave the callback "
+            "io_callback), which JAX can't lower for GPUs that you don't have. Leave the callback "
             "out. equinox.error_if can stay: filter_jit makes it a result"
         ) from error
     if is_sharding_type_error(error):
@@ -187,7 +187,7 @@ def about_static(error: Exception, call: Call) -> None:
     incomparable = (pair for pair in static if not _works(_is_itself, pair[1]))
     for faulty, must in (
         (unhashable, "be hashable"),
-        (incomparable, "be comparable: their == must say True or False, not give an array of them"),
+        (incomparable, "be comparable: their == must return True or False, not an array of them"),
     ):
         for path, x in faulty:
             _add(

@@ -1,11 +1,10 @@
 """Calls that nobody can look into, such as kernels, and how they may be split."""
 
 from .axes import Axes as Axes, specs_of as specs_of
-from .calls import HowSplit as HowSplit
+from .calls import HowSplit as HowSplit, KnownCall as KnownCall
 from .primitive import (
     Kernel as Kernel,
     NoDerivativeError as NoDerivativeError,
-    kernel_of as kernel_of,
     kernel_p as kernel_p,
 )
 from .splits import Splits as Splits

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault, PlacementError
 from .._placement import axis_names
+from .._text import show_spec
 from .splits import Letters, Splits
 
 # For a letter, the mesh axes that split it.
@@ -107,8 +108,9 @@ def fault(
     request = f"dimension {dim} ({operand.letters[dim]!r}) over {over}, where {name} is called"
     entries = [None if i == dim else x for i, x in enumerate(operand.entries)]
     fits = ", ".join(f"{x!r} into {count}" for x, count in splits.parts.items()) or "nothing"
+    spec = show_spec(PartitionSpec(*entries))
     fix = (
-        f"mylib.filter_shard({operand.path}, {PartitionSpec(*entries)}) before, or split another "
-        f"dimension: of {splits} these may be split: {fits}"
+        f"mylib.filter_shard({operand.path}, {spec}) before, or split another dimension: of "
+        f"{splits} these may be split: {fits}"
     )
     return Fault(operand.path, operand.shape, request, reason, fix)

@@ -10,6 +10,7 @@ import jax
 from .._placement import kernel_axes
 from .._tree import Outline
 from .axes import CallInLayer
+from .backward import Backward, calls_kernels, has_derivative, is_moving, splits_backward
 from .primitive import Kernel, Type, kernel_p
 from .reading import UnreadableError, splits_like
 from .splits import Splits, UnfitDimsError, splits_of
@@ -41,10 +42,21 @@ class HowSplit:
 class KnownCall:
     """How a call may be split, the types of its results, and what they are without arrays."""
 
-    kernel: Kernel
+    kernel: Kernel | Backward
     splits: Splits
     types: tuple[Type, ...]
     result: Outline
+    # Whether its derivative is that of the reference, and whether it has one of its own.
+    is_plain: bool = False
+    has_own: bool = False
+
+    def backward(self, arrays: Sequence[Any]) -> "KnownCall":
+        """Its own derivative, as a call with the cotangents of its results."""
+        types = [Type(tuple(x.shape), x.dtype) for x in arrays]
+        are_moving, cotangents = tuple(map(is_moving, types)), sum(map(is_moving, self.types))
+        kernel = Backward(self.kernel, are_moving, cotangents)
+        splits = splits_backward(self.splits, types, self.types)
+        return KnownCall(kernel, splits, tuple(filter(is_moving, types)), self.result)
 
     def __call__(self, arrays: Sequence[Any], axes: Any) -> list[Any]:
         context = kernel_axes.value
@@ -78,4 +90,6 @@ def _known(
         raise TypeError(f"opaque: dims= of {kernel.name}: {error}") from None
     except UnreadableError as error:
         raise TypeError(f"opaque: like= of {kernel.name}: {error}") from None
-    return KnownCall(kernel, splits, results, result)
+    is_plain = kernel.like is not None and not calls_kernels(program)
+    has_own = not is_plain and has_derivative(program)
+    return KnownCall(kernel, splits, results, result, is_plain, has_own)

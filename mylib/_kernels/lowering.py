@@ -11,12 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from .._compat import mesh_of_lowering, without_types_of_shard_map
+from .._compat import (
+    mesh_of_lowering,
+    names,
+    spec_of_compiler,
+    without_types_of_shard_map,
+)
 from .._errors import Fault, PlacementError
 from .._placement import show_mesh
+from .._programs import all_equations
 from .axes import Axes, GivenArray, agreed, fault, operands_of, specs_of, splits_in, unfit
 from .splits import Splits
 
@@ -50,9 +57,10 @@ def lowered(
             _check(call, split, mesh, free)
             run = _mapped(call, split, mesh, free)
         elif is_asked:
-            run = _partitioned(call)
+            run = _partitioned(call, mesh)
         else:
-            raise PlacementError([_unknown(call, mesh, free)])
+            where = "inside a shard_map over other axes" if mesh.manual_axes else "on TPUs"
+            raise PlacementError([_unknown(call, mesh, where)])
     # Kernels don't know what varies over a mesh.
     plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
     return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=plain), *operands)
@@ -83,6 +91,17 @@ class _KernelCall:
                 )
             return results
 
+    def asked(self, mesh: AbstractMesh, parts: Sequence[Any]) -> list[Any]:
+        """The same for the compiler, of whose errors only the text is left. Callbacks of what it is
+        given are lost, and the process would crash.
+        """
+        with _WithNote(self._note(parts), in_text=True):
+            program = jax.make_jaxpr(self.on_parts)(*parts)
+        if any(x.primitive.name in names.CALLBACKS for x in all_equations(program)):
+            where = "with a callback on Auto axes"
+            raise PlacementError([_unknown(self, mesh, where)])
+        return jaxpr_as_fun(program)(*parts)
+
     def _note(self, parts: Sequence[Any]) -> str:
         shown = ", ".join(
             f"{path}: {x.dtype}{list(x.shape)}"
@@ -92,15 +111,17 @@ class _KernelCall:
 
 
 class _WithNote:
-    """Adds a note to what is raised inside."""
+    """Adds a note to what is raised inside, or raises another error with it."""
 
-    def __init__(self, note: str):
-        self._note = note
+    def __init__(self, note: str, in_text: bool = False):
+        self._note, self._in_text = note, in_text
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and self._in_text:
+            raise RuntimeError(f"{error}\n{self._note}") from error
         if error is not None:
             error.add_note(self._note)
 
@@ -131,7 +152,7 @@ def _check(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[st
         if reason is not None:
             request = f"{letter!r} of {call.splits} over {', '.join(axes)}, in {call.kernel.name}"
             faults.append(
-                Fault("", None, request, reason, "split another letter, or leave it whole")
+                Fault("", None, request, reason, "split another letter, or leave it unsharded")
             )
     if faults:
         raise PlacementError(faults)
@@ -159,20 +180,25 @@ def _mapped(call: _KernelCall, split: Axes, mesh: AbstractMesh, free: Sequence[s
     return run
 
 
-def _partitioned(call: _KernelCall) -> Run:
+def _partitioned(call: _KernelCall, on: AbstractMesh) -> Run:
     """A call that the compiler's partitioner splits as its operands are."""
 
     wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
     def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
         _enter_x64(wide)
-        return mesh, call.on_parts, *_shardings(call, mesh, args, result)
+        shardings = _shardings(call, mesh, args, result)
+        return mesh, lambda *parts: call.asked(on, parts), *shardings
 
     def run(*operands: Any) -> Any:
         stand_in = custom_partitioning(lambda *_: [jnp.zeros(*type_) for type_ in call.types])
         rule, whole, sizes = _rule(call, [x.shape for x in operands])
         stand_in.def_partition(
-            partition, sharding_rule=rule, need_replication_factors=whole, **sizes
+            partition,
+            sharding_rule=rule,
+            need_replication_factors=whole,
+            decode_shardings=False,
+            **sizes,
         )
         return stand_in(*operands)
 
@@ -229,17 +255,19 @@ def _rule(
 def _shardings(call: _KernelCall, mesh: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
     """The shardings of results and operands, as the partitioner wants most of them."""
     splits, paths = call.splits, call.kernel.paths
-    given = [
-        GivenArray(path, tuple(x.shape), letters, tuple(x.sharding.spec))
-        for path, x, letters in zip(
-            [*(f"result {i}" for i in range(len(results))), *paths],
-            [*results, *args],
-            (*splits.results, *splits.operands),
-            strict=True,
-        )
-    ]
+    given: list[GivenArray] = []
     split: dict[str, tuple[str, ...]] = {}
     faults: list[Fault] = []
+    for path, x, letters in zip(
+        [*(f"result {i}" for i in range(len(results))), *paths],
+        [*results, *args],
+        (*splits.results, *splits.operands),
+        strict=True,
+    ):
+        spec = spec_of_compiler(x.sharding, mesh)
+        array = GivenArray(path, tuple(x.shape), letters, tuple(spec or ()))
+        given.append(array)
+        faults += [] if spec is not None else [_between_axes(call, array, x.sharding, mesh)]
     for operand, dim, axes in splits_in(given, mesh):
         letter = operand.letters[dim]
         taken = {axis for x, others in split.items() if x != letter for axis in others}
@@ -250,7 +278,8 @@ def _shardings(call: _KernelCall, mesh: Any, args: Sequence[Any], results: Seque
             else:
                 faults.append(fault(call.kernel.name, operand, dim, axes, splits, reason))
     if faults:
-        raise PlacementError(faults)
+        # What a user can place are operands.
+        raise PlacementError([x for x in faults if x.path in paths] or faults)
     of_results = specs_of(splits.results, [x.shape for x in results], split)
     of_operands = specs_of(splits.operands, [x.shape for x in args], split)
     # In the trees that `custom_partitioning` has of both.
@@ -259,9 +288,25 @@ def _shardings(call: _KernelCall, mesh: Any, args: Sequence[Any], results: Seque
     )
 
 
-def _unknown(call: _KernelCall, mesh: AbstractMesh, free: Sequence[str]) -> Fault:
+def _between_axes(call: _KernelCall, array: GivenArray, sharding: Any, mesh: Any) -> Fault:
+    """The compiler splits a dimension over a part of an axis, as all of it doesn't divide it."""
+    counts = [
+        n // part for n, part in zip(array.shape, sharding.shard_shape(array.shape), strict=True)
+    ]
+    of_axes = {1, *mesh.shape.values()}
+    dim = next((i for i, n in enumerate(counts) if n not in of_axes), len(counts) - 1)
+    letter = array.letters[dim]
+    taken = [axis for axis, n in mesh.shape.items() if n > counts[dim]]
+    reason = (
+        f"an operand is split into more parts than the {call.splits.parts.get(letter, 1)} that all "
+        f"arrays with {letter!r} can have"
+    )
+    return fault(call.kernel.name, array, dim, taken, call.splits, reason)
+
+
+def _unknown(call: _KernelCall, mesh: AbstractMesh, where: str) -> Fault:
     """The line to write."""
-    axes = [axis for axis in free if mesh.shape[axis] > 1]
+    axes = [x for x in mesh.axis_names if x not in mesh.manual_axes and mesh.shape[x] > 1]
     split: dict[str, str] = {}
     for axis in axes:
         fits = (x for x in call.splits.named if unfit(x, [axis], call.splits, mesh) is None)
@@ -269,12 +314,11 @@ def _unknown(call: _KernelCall, mesh: AbstractMesh, free: Sequence[str]) -> Faul
         if letter is not None:
             split[letter] = axis
     shown = ", ".join(f'"{letter}": "{axis}"' for letter, axis in split.items())
-    where = "inside a shard_map over other axes" if mesh.manual_axes else "on TPUs"
     return Fault(
         "",
         None,
         f"the kernel {call.kernel.name} ({call.splits}), {where}",
         f"the compiler can't tell there how the Auto axes {', '.join(axes)} split its operands",
-        f"say which axis splits which letter, as in mylib.opaque(..., axes={{{shown}}}); others "
+        f"write which axis splits which letter, as in mylib.opaque(..., axes={{{shown}}}); others "
         "are whole. It isn't needed on Explicit axes, and in the layers of mylib.fully_shard",
     )

@@ -12,9 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._compat import names, requires_devices, without_types_of_shard_map
-from .._products import products_in
-from .._programs import KERNEL, all_equations, is_opaque
+from .._compat import requires_devices, without_types_of_shard_map
+from .._products import flops_of_kernel, products_in
+from .._programs import KERNEL, opaque_calls
 from .._tree import Outline, outlined
 from .axes import agreed, operands_of, specs_of
 from .lowering import lowered
@@ -60,20 +60,12 @@ class Kernel:
             outlines.append(outline)
             return returned
 
-        # Outside of meshes: what is traced here doesn't run.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), without_types_of_shard_map():
-            described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types]
-            return jax.make_jaxpr(arrays_of)(*described), outlines[-1]
+        return traced(arrays_of, types), outlines[-1]
 
     def work(self, types: Sequence[Any]) -> float | None:
-        """The FLOPs of a call: the reference's, or what Pallas kernels say of themselves."""
+        """The FLOPs of a call: the reference's, or what Pallas kernels report of themselves."""
         program, _ = self.program(types)
-        calls = [eqn for eqn in all_equations(program) if is_opaque(eqn)]
-        if calls and self.like is None:
-            costs = [eqn.params.get(names.PARAM_COST) for eqn in calls]
-            return None if None in costs else float(sum(cost.flops for cost in costs))
-        counted = products_in(program, each_turn=True)
-        return None if counted is None else 2.0 * counted.products
+        return flops_of(program)
 
     @property
     def name(self) -> str:
@@ -92,6 +84,21 @@ class Kernel:
         if kind == 0 and first < len(self.parameters):
             return self.parameters[first] + keys
         return jtu.keystr(tuple(path[1:]))
+
+
+def traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
+    """The jaxpr of a function of arrays, outside of meshes: what is traced here doesn't run."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), without_types_of_shard_map():
+        return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
+
+
+def flops_of(program: Any) -> float | None:
+    """The FLOPs of a jaxpr: its kernels', or without any those of plain JAX."""
+    known = list(map(flops_of_kernel, opaque_calls(program)))
+    if known:
+        return None if None in known else sum(x for x in known if x is not None)
+    counted = products_in(program, each_turn=True)
+    return None if counted is None else 2.0 * counted.products
 
 
 class _Position(int):
@@ -212,11 +219,3 @@ ad.primitive_jvps[kernel_p] = _no_derivative
 batching.fancy_primitive_batchers[kernel_p] = _batch
 mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=False))
 mlir.register_lowering(kernel_p, functools.partial(lowered, on_tpu=True), platform="tpu")
-
-# Parameters of its equations.
-_CALLED, _SPLITS = "kernel", "splits"
-
-
-def kernel_of(eqn: Any) -> tuple[Any, Splits]:
-    """What an equation calls, and how that may be split."""
-    return eqn.params[_CALLED], eqn.params[_SPLITS]

@@ -27,8 +27,8 @@ def splits_like(program: Any) -> Splits:
     if read.unknown:
         name, line = next(iter(read.unknown.items()))
         raise UnreadableError(
-            f"it calls {name} ({line}), which mylib can't see into. Leave like= out, and say it "
-            f'yourself, where the letters of what may be split are repeated: dims="{splits}"'
+            f"it calls {name} ({line}), which mylib can't see into. Leave like= out, and write "
+            f'dims= yourself, where the letters of what may be split are repeated: dims="{splits}"'
         )
     return splits
 

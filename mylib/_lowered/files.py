@@ -220,7 +220,7 @@ def compare(path: Any, saved: SavedProgram, current: SavedProgram, check: bool) 
         lines = "\n".join(f"  {x}" for x in problems)
         raise SavedProgramError(
             f"{path} can't be used, as its program ({saved.name}) was compiled for something "
-            f"else:\n{lines}\nCompile it for what is here, and save that"
+            f"else:\n{lines}\nCompile it for these devices, and save that"
         )
 
 

@@ -79,7 +79,7 @@ class Lowered:
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
         """Compiles it. Raises [`mylib.machines.OutOfMemoryError`][] if the compiler finds that it
         does not fit into the devices' memory, which only the TPU's compiler checks. If the
-        GPU's compiler can't make a Triton kernel, a note on its error says how to avoid it.
+        GPU's compiler can't make a Triton kernel, a note on its error explains how to avoid it.
         """
         try:
             compiled = self.lowered.compile(compiler_options)
@@ -162,7 +162,7 @@ class Compiled:
 
     def cost_analysis(self) -> Any:
         """The compiler's own analysis, as JAX returns it: it counts the body of a loop once and no
-        collectives, and the compiler for GPUs that are not here has none. `audit().work` counts
+        collectives, and the compiler has none for GPUs that you don't have. `audit().work` counts
         loops as often as they run.
         """
         return self.compiled.cost_analysis()
@@ -200,7 +200,7 @@ class Compiled:
 
         `SavedProgramError` if the program calls functions of Python, which can't be saved, or was
         itself read from a file; on CPUs also if JAX has read it from its compilation cache. For
-        GPUs that are not here also if it has kernels that must be chosen by measuring.
+        GPUs that you don't have also if it has kernels that must be chosen by measuring.
         """
         name = self._origin.name
         if self._file is not None:
@@ -253,7 +253,7 @@ def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
             "are compiled where there is such a GPU"
         )
     raise SavedProgramError(
-        f"{name} can't be saved for a {kind} that is not here: XLA chooses these kernels by "
+        f"{name} can't be saved for a {kind} that you don't have: XLA chooses these kernels by "
         f"measuring them on one.{''.join(faults + helps)}"
     )
 

@@ -34,7 +34,7 @@ def by_matrix(
     """Gives each device whole matrices to update: for Muon, SOAP, Shampoo and other optimisers
     whose update of a weight needs all of it.
 
-    Weights, gradients and updates are sharded as `kept` says. Matrices of one shape are stacked,
+    Weights, gradients and updates are sharded by `kept`. Matrices of one shape are stacked,
     and an all-to-all gives each device an equal share of them, whole. It updates these, and another
     all-to-all returns to each device its part of the updates. Without this the compiler gathers
     matrices on all devices for one product after the other.

@@ -54,7 +54,7 @@ class MatrixState:
         return MatrixState(tuple(stacks), tuple(shared), self.others, layout)
 
     def notes_of_explain(self) -> list[str]:
-        """What `mylib.explain` says below its table."""
+        """What `mylib.explain` prints below its table."""
         layout = self.layout
         return [note_on(layout.groups, layout.works)] if layout.groups else []
 

@@ -20,6 +20,14 @@ class MeasuredPart:
     - `computing`: while it computes.
     - `exposed`: while it communicates, and the device computes nothing.
     - `estimated`: how long it computes by the data sheet of the machine; None without one.
+
+    !!! Example
+
+        ```python
+        def slowest_line(measured: mylib.Measured):
+            part = measured.lines[0]
+            return part.source, part.seconds
+        ```
     """
 
     scope: str
@@ -51,6 +59,13 @@ class MeasuredCollective:
     - `wire_bytes`: the bytes that a device sends in a call.
     - `sending`: how long it takes after the last device has started it.
     - `estimated`: the same by the data sheet of the machine; None without one.
+
+    !!! Example
+
+        ```python
+        def waits(measured: mylib.Measured):
+            return {(x.kind, x.what): x.waiting for x in measured.collectives}
+        ```
     """
 
     kind: str
@@ -85,6 +100,13 @@ class MeasuredDevice:
     - `waiting`: how much of that it waits for other devices.
     - `waits_for`: the waiting, by the number of the device that comes last.
     - `between`: from the end of a call to the start of the next one, which is not in `seconds`.
+
+    !!! Example
+
+        ```python
+        def idle(measured: mylib.Measured):
+            return {x.device: x.idle / x.seconds for x in measured.devices}
+        ```
     """
 
     device: int
@@ -134,6 +156,16 @@ class Measured:
     - `notes`: what is to be known about the trace.
     - `costs`: what each instruction does, how often and how long, from which `Report.estimate`
         takes rates.
+
+    !!! Example
+
+        ```python
+        def measured(compiled, folder, *args):
+            with jax.profiler.trace(folder):
+                for _ in range(3):
+                    jax.block_until_ready(compiled(*args))
+            return compiled.audit().measured(folder)
+        ```
     """
 
     name: str

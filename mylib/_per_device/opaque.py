@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import in_words
-from .._kernels import HowSplit, Kernel
+from .._kernels import HowSplit, Kernel, KnownCall
 from .._placement import AxisSet, cast, kernel_axes, manual_axes, union, varying
+from .._programs import line_of, opaque_calls
 from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
@@ -78,7 +79,9 @@ def opaque(
         the order of `jax.tree.leaves`: `"b t d, d -> b t d"`. Dimensions with the same letter are
         split alike, into a number of parts that divides all of them; of size 1, they are whole.
         Letters that no result has, or that an array has twice, are whole. With both, `dims` says
-        what may be split, and `like` gives the derivative.
+        what may be split, and `like` gives the derivative. Without `like`, `fwd` and `bwd` it is
+        `fun`'s own, if JAX can differentiate it: each device computes `fun` again for its parts,
+        with letters whole that a differentiated argument lacks.
     - `whole`: further letters that are whole, as in `"t d"`, such as those along which `fun`
         numbers its rows.
     - `axes`: which mesh axes split which letters, such as `{"b": "data", "h": "model"}`; others are
@@ -87,7 +90,7 @@ def opaque(
         tell there. With `like`, letters are named `a`, `b`, ... in the order of the arguments.
     - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and
         residuals; `bwd(residuals, cotangent)` returns a tuple with a cotangent, or None, for each
-        argument. Both may contain opaque calls.
+        argument. Kernels that they call must be opaque functions themselves.
 
     **Returns:**
 
@@ -102,11 +105,13 @@ def opaque(
 
     `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
     derivative, `like` or `dims`. Calls raise it if they return something else than described above,
-    and if `dims` doesn't fit the arrays or `like` can't be read.
+    if `dims` doesn't fit the arrays, if `like` can't be read, and if `fwd` or `bwd` of a function
+    with either calls a kernel that isn't opaque.
 
     [`mylib.PlacementError`][], naming the operands, if an axis splits a dimension that is whole or
-    that it doesn't divide, and if `axes` is needed. On Auto axes of CPUs and GPUs the compiler
-    raises it, as a `jax.errors.JaxRuntimeError` with the same text.
+    that it doesn't divide, and if `axes` is needed, as it also is for callbacks on Auto axes. On
+    Auto axes of CPUs and GPUs the compiler raises it, as a `jax.errors.JaxRuntimeError` with the
+    same text.
 
     !!! Example
 
@@ -206,8 +211,12 @@ class _OpaqueCall:
         if self.fwd is not None:
             run = jax.custom_vjp(run)
             run.defvjp(*(_sealed(self._in_layer(x)) for x in (self._forward, self._backward)))
-        elif self.kernel is not None and self.kernel.like is not None:
-            run = self._with_derivative(run, self.kernel)
+        elif self.kernel is not None and self.how is not None:
+            known = self.how.known(self.kernel, list(map(jnp.asarray, arrays)))
+            if known.is_plain:
+                run = self._with_derivative(run, self.kernel)
+            elif known.has_own:
+                run = self._with_own_derivative(run, known)
         result = run(arrays)
         return self.result.fill(result)
 
@@ -247,9 +256,30 @@ class _OpaqueCall:
         run.defjvp(self._in_layer(derivative))
         return run
 
+    def _with_own_derivative(self, run: Callable[..., Any], known: KnownCall) -> Any:
+        """The call with the derivative of its function, which each device takes for its parts."""
+
+        def forward(arrays: Arrays) -> tuple[Arrays, Arrays]:
+            return self._primal(arrays), arrays
+
+        def backward(arrays: Arrays, cotangents: Arrays) -> tuple[Arrays]:
+            moving = [x for x in cotangents if x.dtype != jax.dtypes.float0]
+            assert self.how is not None
+            call, axes = known.backward(arrays), self.how.axes
+            # Letters that are whole here are split in the call itself.
+            axes = axes and tuple(x for x in axes if x[0] in call.splits.parts)
+            found = iter(cast(call([*arrays, *moving], axes), self.axes))
+            are_moving = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+            return ([next(found) if is_moving else None for is_moving in are_moving],)
+
+        run = jax.custom_vjp(run)
+        run.defvjp(*(_sealed(self._in_layer(x)) for x in (forward, backward)))
+        return run
+
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None
         _, args, _ = self._filled(arrays)
+        self._refuse_kernels("fwd", self.fwd, args)
         returned = self.fwd(*args)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
@@ -270,8 +300,24 @@ class _OpaqueCall:
 
     def _backward(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays]:
         assert self.bwd is not None
-        returned = self.bwd(self.residuals.fill(residuals), self.result.fill(cotangents))
+        args = self.residuals.fill(residuals), self.result.fill(cotangents)
+        self._refuse_kernels("bwd", self.bwd, args)
+        returned = self.bwd(*args)
         return (cast(self._by_array(returned), self.axes),)
+
+    def _refuse_kernels(self, which: str, rule: Callable[..., Any], args: Any) -> None:
+        """Refuses a rule that calls a kernel as it is: how it may be split isn't known."""
+        if self.how is None or self.kernel is None or manual_axes():
+            return
+        program = jax.make_jaxpr(lambda: outlined(rule(*args))[0])()
+        for eqn in opaque_calls(program):
+            line = line_of(eqn)
+            raise TypeError(
+                f"opaque: {which}= of {self.kernel.name} calls {eqn.primitive.name}"
+                + f" ({line})" * bool(line)
+                + ", and compilers can't tell how that may be split. Make the function that calls "
+                'it opaque, too: mylib.opaque(f, dims="...") or mylib.opaque(f, like=...)'
+            )
 
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""

@@ -29,6 +29,7 @@ from .._placement import (
     union,
     varying,
 )
+from .._text import show_spec
 from .._transfer import place_leaves
 from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
 from .hazards import wrong_in
@@ -341,9 +342,9 @@ def _enter(
             target.spec, visible
         )
         if region.explicit and not (options.specs.reshard or is_there or spec_now is None):
-            request = f"{target.spec} over {show_mesh(region.mesh)}"
+            request = f"{show_spec(target.spec)} over {show_mesh(region.mesh)}"
             fix = "call mylib.filter_shard on it before, or leave out reshard=False"
-            reason = f"it is split as {spec_now}, and reshard=False"
+            reason = f"it is split as {show_spec(spec_now)}, and reshard=False"
             faults.append(leaves.at(i, because(reason, fix, request)))
         specs.append(target.spec)
         left_alone = world.staged and (is_there or not region.explicit)
@@ -393,7 +394,8 @@ class _Outputs:
             spec = PartitionSpec() if target is None else spec_in(target)
             specs.append(spec)
             if i not in decision.faulty:
-                request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
+                text = f"{show_spec(spec)} over {show_mesh(region.mesh)}"
+                request = "None" if target is None else text
                 for fault in self._promises(x, spec, target is None):
                     faults.append(leaves.at(i, replace(fault, request=request)))
         if faults:

@@ -30,6 +30,7 @@ from .._placement import (
     unfit_shape,
     unusual_memory_kind,
 )
+from .._text import show_spec
 from .._tree import Arrays, Kind, Leaves, kind_of
 
 
@@ -210,7 +211,7 @@ class Specs(Inputs):
         if target is None:
             request, fix = "None: keep its sharding", "write a PartitionSpec"
         else:
-            request, fix = f"{spec_in(target)}", "leave out reshard=False"
+            request, fix = show_spec(spec_in(target)), "leave out reshard=False"
             reason += ", and reshard=False"
         yield because(reason, f"move it before, or {fix}", request)
 

@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, because
-from .._text import counted
+from .._text import counted, show_spec
 from .._tree import is_of_keys
 from .context import World
 from .shardings import (
@@ -197,10 +197,11 @@ def _auto_before_explicit(kinds: list[AxisType]) -> bool:
 
 def show(entry: Any, mesh: AnyMesh | None) -> str:
     if isinstance(entry, PartitionSpec):
-        return f"{entry}" if mesh is None else f"{entry} over {show_mesh(mesh)}"
+        text = show_spec(entry)
+        return text if mesh is None else f"{text} over {show_mesh(mesh)}"
     if isinstance(entry, NamedSharding):
         kind = "" if entry.memory_kind is None else f" in {entry.memory_kind} memory"
-        return f"{entry.spec} over {show_mesh(entry.mesh)}{kind}"
+        return f"{show_spec(entry.spec)} over {show_mesh(entry.mesh)}{kind}"
     return entry.__qualname__ if inspect.isfunction(entry) else repr(entry)
 
 

@@ -20,6 +20,7 @@ from jax.sharding import (
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, WrongArgumentWarning, because, warn
+from .._text import show_spec
 from .._tree import (
     MISFIT,
     Kind,
@@ -429,7 +430,9 @@ def _not_a_placement(entry: Any) -> Fault:
             "end the rule with `| replicated()`, or return None to leave the leaf alone",
         )
     if isinstance(entry, str):
-        return because("an axis name is not a placement", f"write PartitionSpec({entry!r})")
+        return because(
+            "an axis name is not a placement", f"write {show_spec(PartitionSpec(entry))}"
+        )
     if isinstance(entry, type):
         name = entry.__name__
         return because(f"the class {name} is not a placement", f"make one: {name}(...)")

@@ -21,7 +21,7 @@ from .trace import PlanError, sharded
 
 @dataclass(frozen=True, repr=False)
 class Planned(Rule):
-    """Places each array as a plan says, by its path. All others raise. `depth` is the number of
+    """Places each array as planned, by its path. All others raise. `depth` is the number of
     keys before that path; None if the tree may be a part of any other, such as all arguments of a
     function.
     """
@@ -52,7 +52,7 @@ class Planned(Rule):
         name = jtu.keystr(leaf.path[self.depth or 0 :])
         raise PlanError(
             f"{self.of}{name} isn't in the plan, which was made for other arguments: plan the step "
-            "again, or say which argument this is, as explain(..., argument=) and "
+            "again, or name the argument that this is, as explain(..., argument=) and "
             "make(..., arguments=) take it"
         )
 

@@ -54,9 +54,9 @@ class LiveCandidate:
     memory alive, and can't be saved. `figures` are what the plan keeps of it.
 
     `rows` is their number if they can't be divided over the mesh, `report` and `estimated` are
-    those of the compiled program, `call` calls it if the machine is here, and `measured` are the
-    seconds that a call took. `unread` says what the audit doesn't know of the compiled program, so
-    that its figures are unknown.
+    those of the compiled program, `call` calls it if the machine is available, and `measured` are
+    the seconds that a call took. `unread` says what the audit doesn't know of the compiled program,
+    so that its figures are unknown.
     """
 
     name: str
@@ -142,8 +142,8 @@ def too_much(needed: float, room: float, by: str) -> str:
 
 
 def ordered(tried: Sequence[LiveCandidate]) -> list[LiveCandidate]:
-    """The fastest first. Ties go to fewer axes, then to whole weights, then to weights that are not
-    rounded, and then to less memory.
+    """The fastest first. Ties go to fewer axes, then to replicated weights, then to weights that
+    are not rounded, and then to less memory.
     """
     best = min(tried, key=lambda x: x.seconds, default=None)
 
@@ -202,7 +202,7 @@ def compiled(
 
 
 class Trial:
-    """Calls of a compiled candidate on the machine that is here, with zeros."""
+    """Calls of a compiled candidate on the machine, with zeros."""
 
     def __init__(self, tried: LiveCandidate, machine: Machine, dtype: Any):
         assert tried.traced is not None and tried.strategy is not None and tried.call is not None

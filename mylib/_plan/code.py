@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from .._text import show_spec
 from .apply import Applying
 from .fixes import MODEL, Spec
 from .trace import POLICIES, role_of
@@ -113,7 +115,7 @@ def _of_model(
     texts += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
     texts += [f"send_dtype=jnp.{applying.send_dtype}"] if applying.send_dtype else []
     texts += [f"policy={policy}"] if policy else []
-    texts += [f"saved={spec_text(applying.saved)}"] if applying.saved else []
+    texts += [f"saved={_spec_text(applying.saved)}"] if applying.saved else []
     call = f"    return mylib.fully_shard({', '.join(texts)})"
     if len(call) > _WIDTH:
         call = "    return mylib.fully_shard(\n        " + ",\n        ".join(texts) + ",\n    )"
@@ -128,7 +130,7 @@ def _by_path(name: str, paths: Sequence[str], specs: Mapping[str, Spec], rest: s
     if not paths:
         return [f"{name} = {rest}"]
     patterns, is_ordered = _patterns(paths, specs)
-    lines = [f"        {_text(k)}: {spec_text(v)}," for k, v in patterns]
+    lines = [f"        {_text(k)}: {_spec_text(v)}," for k, v in patterns]
     end = ["    },", "    ordered=True,"] if is_ordered else ["    }"]
     return [f"{name} = mylib.rules.by_path(", "    {", *lines, *end, f") | {rest}"]
 
@@ -170,8 +172,8 @@ def _pattern(path: str) -> str:
 _ODD = re.compile(r"\['[^']*[.\[\]][^']*'\]")
 
 
-def spec_text(spec: Spec) -> str:
-    return f"P({', '.join(map(_text, spec))})"
+def _spec_text(spec: Spec) -> str:
+    return show_spec(PartitionSpec(*spec)).replace("'", '"')
 
 
 def _text(x: Any) -> str:

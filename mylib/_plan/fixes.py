@@ -15,6 +15,7 @@ from .._placement import (
     is_rule,
     trimmed,
 )
+from .._text import show_spec
 from .._tree import split, spread_prefix
 from ..rules import as_rule
 from .trace import PlanError, TracedStep
@@ -25,7 +26,7 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 class ContradictionError(Exception):
-    """What is fixed can't be on this mesh. The message says why."""
+    """What is fixed can't be on this mesh. The message explains why."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,9 @@ class FixedParts:
                     f"used= fixes {name}, which is not a weight of a model that is called"
                 )
             if not axes_of(spec) <= {MODEL}:
+                at = show_spec(PartitionSpec(*spec))
                 raise PlanError(
-                    f"used= fixes {name} at {PartitionSpec(*spec)}, and plans split weights where "
+                    f"used= fixes {name} at {at}, and plans split weights where "
                     "they are used only over 'model': the other axes split rows, and weights are "
                     "gathered from them. Write kept= for where it is kept, or the strategy by "
                     "hand, with mylib.fully_shard"

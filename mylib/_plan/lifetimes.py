@@ -30,7 +30,7 @@ class Live(NamedTuple):
 
 
 def lives_of(scope: Scope, values_last: bool) -> list[Live]:
-    """Compilers fuse what isn't solid with what uses it, so it takes no memory, and its operands
+    """Compilers fuse what isn't solid with what uses it, so it needs no memory, and its operands
     are held until then.
 
     What is solid, returns little, and is needed by nothing else that is solid runs last if
@@ -56,7 +56,7 @@ def lives_of(scope: Scope, values_last: bool) -> list[Live]:
 
 
 def _last_uses(scope: Scope, values_last: bool) -> tuple[set[Any], dict[Any, float]]:
-    """What takes memory, and until when each array is used."""
+    """What needs memory, and until when each array is used."""
     last: dict[Any, float] = dict.fromkeys(scope.returned, scope.end + 1)
     solid, needed = set(scope.returned), set[Any]()
     for eqn, start, stop in reversed(scope.moments):

@@ -9,6 +9,8 @@ from .._text import show_bytes
 
 # Pixels: it fits a notebook's cell, with room at the left and below for the labels of the axes.
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 320, 64, 36
+# How many candidates have their names beside them, and the sizes of a letter and a line.
+_NAMED, _OF_LETTER, _OF_LINE = 5, 6, 13
 
 
 class Dot(NamedTuple):
@@ -55,11 +57,28 @@ def _picture(dots: Sequence[Dot], room: float | None) -> html.Html:
         parts += [_label(f"a device has {show_bytes(room)}", x(room) - 4, 16, "end")]
     parts += [html.tag("polyline", points=line, fill="none", stroke="currentColor", opacity=0.5)]
     parts += [_circle(dot, x, y) for dot in sorted(dots, key=lambda dot: dot.is_chosen)]
-    named = [dot for dot in dots if dot.is_chosen] or best[:1]
-    parts += [_label(dot.name, x(dot.memory) + 9, y(dot.seconds) + 4) for dot in named]
+    # The chosen one comes first, and then the best of the others.
+    named = [dot for dot in dots if not dot.is_rejected] or best
+    parts += _names(named[:_NAMED], x, y)
     return html.tag(
         "svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", width=_WIDTH, height=_HEIGHT, role="img"
     )
+
+
+def _names(
+    dots: Sequence[Dot], x: Callable[[float], float], y: Callable[[float], float]
+) -> Iterator[html.Html]:
+    """The names of dots beside them. One that another would hide moves down."""
+    placed: list[tuple[float, float, float]] = []
+    for dot in sorted(dots, key=lambda dot: y(dot.seconds)):
+        width, at, down = _OF_LETTER * len(dot.name), x(dot.memory), y(dot.seconds) + 4
+        is_left = at + 9 + width > _WIDTH
+        left = at - 9 - width if is_left else at + 9
+        for start, stop, other in placed:
+            if left < stop and start < left + width:
+                down = max(down, other + _OF_LINE)
+        placed.append((left, left + width, down))
+        yield _label(dot.name, at - 9 if is_left else at + 9, down, "end" if is_left else "start")
 
 
 def _axes(dots: Sequence[Dot], memories: Sequence[float], x: Any, y: Any) -> Iterator[html.Html]:

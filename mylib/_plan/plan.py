@@ -63,7 +63,7 @@ def plan(
 
     The step is traced, and the dimensions of its arrays that must be split alike are found from its
     operations. All meshes of the machine, with and without FSDP, tensor parallelism and each policy
-    are priced by a model of the machine. The best are compiled for it, though it need not be here,
+    are priced by a model of the machine. The best are compiled for it, though you needn't have it,
     and the fastest that fits by its compiler's own count is chosen. Nothing is placed or run.
 
     **Arguments:**
@@ -74,11 +74,11 @@ def plan(
         that has an array outside of Modules and states is the batch: its first dimension is split
         over the devices.
     - `machine`: a [`mylib.machines.Machine`][] or its name, such as `"h100 x 64"`; by default the
-        devices that are here.
+        available devices.
     - `layers`: a class or a tuple of classes, as for `fully_shard`; by default what repeats in the
         model. A model without such layers is one layer.
     - `axes`: the sizes of the mesh axes, of `"replica"`, `"data"` and `"model"`, if they are fixed:
-        `dict(data=4, model=2)`. Weights are kept in parts over `"data"`.
+        `dict(data=4, model=2)`. Weights are sharded over `"data"`.
     - `kept`, `used`: what is fixed of where weights are kept and used, as for `fully_shard`: a rule
         or specs for the models that the step calls, or a dict with some for each argument by its
         name. Where a rule returns PASS or None, the plan decides. Moments are kept where their
@@ -89,7 +89,8 @@ def plan(
     - `send_dtypes`: dtypes in 8 bits that the plan may send weights in, as `send_dtype` of
         `fully_shard`, besides `dtype`; by default none, as that changes numbers.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
-        batch dimensions), `"all"`, `"offload"` (as `"dots"`, in the host's memory).
+        batch dimensions), `"all"`; in the host's memory `"offload_inputs"` (their input) and
+        `"offload"` (as `"dots"`).
     - `micro_batches`: numbers of micro-batches to choose from, for steps that loop over these. Then
         `fun` is a function of the number that returns the step, and the plan is applied by
         `plan.jit(fun(plan.micro_batches))`.
@@ -97,8 +98,9 @@ def plan(
         compiler is needed, and the plan may not fit.
     - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
         end later if it takes as long as the longest before it.
-    - `measure`: how many of the compiled candidates that fit are run, with zeros and in turns, if
-        the machine is here; then measured times decide. This takes the memory that the step takes.
+    - `measure`: how many of the compiled candidates that fit are run, with zeros and alternately,
+        if the machine is available; then measured times decide. This needs as much memory as the
+        step.
     - `progress`: whether to write what is compiled to stderr; by default on terminals.
 
     **Returns:**
@@ -110,7 +112,7 @@ def plan(
     [`mylib.PlanError`][] if nothing fits (by how much the least of all fails), if the batch can't
     be divided, if the step has operations whose dimensions are unknown, or if it calls no model;
     [`mylib.machines.CompilerError`][] if the compiler of the machine is missing; `ValueError` if
-    several processes plan for the devices that are here, and compile.
+    several processes plan for the available devices, and compile.
 
     !!! Example
 
@@ -128,36 +130,44 @@ def plan(
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
     if not isinstance(target, Machine):
         raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
-    _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
+    limits = {"compile": compile, "budget": budget, "measure": measure}
+    _check(policies, axes, memory, micro_batches, limits)
     sent = _names(send_dtypes)
     _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
-    steps = [PlannedStep.of(fun(n), args, n) for n in micro_batches]
-    steps = steps or [PlannedStep.of(fun, args)]
-    step = steps[0]
-    check_states(step.args)
     rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
-    classes = _layers(step, layers)
-    fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
-    tried = list[LiveCandidate]()
-    for x in steps:
-        for policy in policies:
-            traced = trace(x, policy, classes, dtype)
-            tried += priced(traced, rated, room, sizes, fixed, sent)
-    search = _Search(target, rated, room, dtype, compile, budget)
-    with _Line(sys.stderr.isatty() if progress is None else progress) as line:
+    with _Line(progress, f"planning for {target}: tracing the step") as line:
+        steps = _steps(fun, args, micro_batches)
+        step = steps[0]
+        check_states(step.args)
+        classes = _layers(step, layers)
+        fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
+        each = [(x, policy) for x in steps for policy in policies]
+        tried = list[LiveCandidate]()
+        for i, (x, policy) in enumerate(each, 1):
+            if i > 1:
+                line.write(f"planning for {target}: policy {i} of {len(each)}, {policy!r}")
+            tried += priced(trace(x, policy, classes, dtype), rated, room, sizes, fixed, sent)
+        search = _Search(target, rated, room, dtype, compile, budget)
         ranked, rejected = search.ranked(tried, measure, line)
     if not ranked:
         raise PlanError(_nothing(step, rejected, search.left, target, room, budget))
     return plan_of(ranked, rejected, target, is_assumed, dtype)
 
 
+def _steps(fun: Callable[..., Any], args: Any, micro_batches: Sequence[int]) -> list[PlannedStep]:
+    """The step, for each number of micro-batches."""
+    return [PlannedStep.of(fun(n), args, n) for n in micro_batches] or [PlannedStep.of(fun, args)]
+
+
 def _check_place(target: Machine, compile: int, measure: int) -> None:
     if measure and not target.is_here:
-        raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
+        raise ValueError(
+            f"plan: measure={measure}: {target} is unavailable, so nothing can run on it"
+        )
     if target.is_here and compile and jax.process_count() > 1:
         raise ValueError(
             f"plan: {jax.process_count()} processes might choose different plans, as each has its "
@@ -166,7 +176,18 @@ def _check_place(target: Machine, compile: int, measure: int) -> None:
         )
 
 
-def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]) -> None:
+def _check(
+    policies: Sequence[str],
+    axes: Any,
+    memory: Any,
+    micro_batches: Any,
+    limits: Mapping[str, Any],
+) -> None:
+    given = micro_batches if isinstance(micro_batches, Sequence) else [None]
+    if not all(isinstance(n, numbers.Integral) and n is not True and int(n) > 0 for n in given):
+        raise TypeError(
+            f"plan: micro_batches={micro_batches!r}: write numbers of at least 1, such as (1, 2, 4)"
+        )
     unknown = [x for x in policies if x not in POLICIES]
     if unknown or not policies:
         raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")
@@ -194,10 +215,11 @@ def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _check_offloading(policies: Sequence[str], target: Machine) -> None:
-    if "offload" in policies and OFFLOADED.is_on(target.chip.platform):
+    offloading = {"offload_inputs", "offload"} & {*policies}
+    if offloading and OFFLOADED.is_on(target.chip.platform):
         raise PlanError(
             f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
-            "'offload' out, or use another version"
+            f"{' and '.join(map(repr, sorted(offloading)))} out, or use another version"
         )
 
 
@@ -208,7 +230,7 @@ def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
     problem = f"axes: no mesh of {target} is considered with {named}"
     if not set(axes) <= set(AXES):
         raise PlanError(
-            f"{problem}: the axes of plans are 'data' (rows, and kept parts of weights), 'replica' "
+            f"{problem}: the axes of plans are 'data' (rows, and shards of weights), 'replica' "
             "(rows) and 'model' (tensor parallelism). With axes of other names, write the strategy "
             "by hand, with mylib.fully_shard"
         )
@@ -312,10 +334,11 @@ _CALLS = 5
 
 
 class _Line:
-    """One line on stderr that is written again and again."""
+    """One line on stderr that is written again and again; by default only on a terminal."""
 
-    def __init__(self, is_on: bool):
-        self._is_on, self._width = is_on, 0
+    def __init__(self, is_on: bool | None, first: str):
+        self._is_on, self._width = sys.stderr.isatty() if is_on is None else is_on, 0
+        self.write(first)
 
     def write(self, text: str) -> None:
         if self._is_on:
@@ -345,12 +368,12 @@ def _nothing(
     missing = show_bytes(least.memory - room * (1 - RESERVE))
     helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
     tried = {x.traced.policy for x in rejected if x.traced is not None}
-    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload") if x not in tried]
+    helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload_inputs") if x not in tried]
     if uncompiled:
         helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"What would help: {', '.join(helps[:-1])}, or {helps[-1]}"
+        f"Fixes: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
 
 
@@ -376,7 +399,7 @@ def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Mac
     most = max(n for n in range(1, target.count + 1) if rows % n == 0)
     return (
         f". At most {most} of the devices can share {rows} rows of {step.names[step.batch]}, the "
-        f"first argument with arrays outside of Modules: take a batch of {target.count} rows or a "
+        f"first argument with arrays outside of Modules: use a batch of {target.count} rows or a "
         "multiple, or a smaller machine. If another argument is the batch, put it first"
     )
 

@@ -232,9 +232,7 @@ class _Events:
 
 
 def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Sum], Any]:
-    """Sums that happen together, as the largest of them over all that they sum over, and which are
-    gradients of weights that are kept in parts.
-    """
+    """Merges sums done together, and tells which are gradients of sharded weights."""
     together: dict[int, list[Sum]] = {}
     for sum_ in traced.program.sums:
         together.setdefault(id(sum_.root), []).append(sum_)
@@ -280,8 +278,8 @@ class _Pricing:
         self.by_matrix = [*states_on(prices.traced, strategy).values()]
 
     def _fixed(self) -> dict[frozenset[int], tuple[str, ...]]:
-        """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
-        besides those over which it is used in parts.
+        """For the dimensions of each weight that is fixed: over which axes it is sharded where it
+        is kept, and not where it is used.
         """
         axes_by_dims: dict[frozenset[int], tuple[str, ...]] = {}
         traced, strategy = self.prices.traced, self.strategy
@@ -296,7 +294,9 @@ class _Pricing:
         return axes_by_dims
 
     def kept_over(self, arrays: _GroupsOfMany) -> dict[tuple[str, ...], Any]:
-        """Over which axes each of these weights is kept in parts, besides those of its use."""
+        """Over which axes each of these weights is sharded where it is kept, and not where it is
+        used.
+        """
         usual = self.strategy.over
         if not self.fixed:
             return {usual: True}
@@ -373,8 +373,8 @@ class _Pricing:
         )
 
     def hidden(self, moved: Any, body: Any) -> float:
-        """How much of what is sent computation hides: only that of the same turn of a loop, and of
-        the loops in it.
+        """How much of what is sent computation hides: only that of the same iteration of a loop,
+        and of the loops in it.
         """
         total, left = 0.0, body.copy()
         # A loop comes after what is around it, which may use the time that it leaves.
@@ -403,7 +403,7 @@ class _Pricing:
         return float(low + added.sum()), body + added / real.of_memory
 
     def added(self) -> Any:
-        """The bytes of sums that each turn of a loop reads and writes, to add to them."""
+        """The bytes of sums that each iteration of a loop reads and writes, to add to them."""
         sums, added = self.prices.sums, self.nothing()
         are_looped = sums.places != self.prices.after
         nbytes = self.on_each(2 * sums.amounts, sums.dims, self.prices.is_gradient)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,11 +18,12 @@ from .._audit import Report
 from .._jit import filter_jit
 from .._meshes import make_mesh
 from .._placement import no_mesh, plan_in_force
-from .._text import listed, show_bytes, table
+from .._show import columns, for_stdout, wrapped
+from .._text import listed, show_bytes, show_spec
 from .._verify import Verified, verify
 from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
-from .code import code_of, spec_text
+from .code import code_of
 from .fixes import Spec
 from .matrices import laid_out
 from .picture import Dot, page_of
@@ -30,6 +32,7 @@ from .trace import PlanError, PlannedStep
 
 # Of the next and of the rejected candidates, so that a plan fits a screen.
 _SHOWN = 6
+_COLUMNS = "strategy", "a call", "figures", "modelled", "memory", "lost", "its parts, or why not"
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
 # called a tie is listed with the plan.
 TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
@@ -53,6 +56,20 @@ class Candidate:
     - `why`: why it is rejected; empty if it is not.
     - `unread`: what of its compiled program [`mylib.audit`][] doesn't know, so that its figures are
         unknown; empty if it knows all.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        plan = mylib.plan(step, np.ones((16, 64), np.float32), model, compile=0)
+        for candidate in (plan.chosen, *plan.others[:3]):
+            print(candidate.name, candidate.seconds, candidate.reason)
+        ```
     """
 
     name: str
@@ -73,11 +90,22 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """Why it is rejected, or what it spends its time with."""
+        """Why it is rejected, or the parts of its modelled time. These add up to it, less what runs
+        at the same time as another part.
+        """
         if self.why or self.unread:
             return self.why or f"compiled, but its figures are unknown: {self.unread}"
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
-        return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
+        text = " + ".join(f"{name} {_ms(seconds)}" for name, seconds in spent)
+        total = sum(self.parts.values())
+        overlapped = total - (self.modelled or math.inf)
+        # Less would be rounding.
+        is_some = overlapped > 1e-3 * total
+        return f"{text} - {_ms(overlapped)} overlapped" if is_some else text
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
 class _ByArgument(dict[str, Planned]):
@@ -99,9 +127,9 @@ class Plan:
 
     - `machine`: the [`mylib.machines.Machine`][] that it is for.
     - `axes`: the mesh axes and their sizes.
-    - `mesh`: the mesh. If its machine isn't here, and neither is the machine's compiler, it is a
+    - `mesh`: the mesh. If neither its machine nor the machine's compiler is available, it is a
         `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
-    - `is_sharded`: whether weights are kept in parts over `"data"`.
+    - `is_sharded`: whether weights are sharded over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
         `"all"`, or `"offload"` (products, in the host's memory).
     - `micro_batches`: into how many the step cuts its batch.
@@ -120,6 +148,20 @@ class Plan:
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
         the plan was read from text.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        plan = mylib.plan(step, np.ones((16, 64), np.float32), model, compile=0)
+        print(plan, plan.why_not(plan.others[0].name))
+        assert mylib.Plan.of(plan.as_text()) == plan
+        ```
     """
 
     machine: Machine
@@ -203,12 +245,12 @@ class Plan:
         - `donate`: the names of the arguments that are donated; by default those that the results
             replace: each is the only argument with the tree, the shapes and the dtypes of a result.
             If there are several, as of a model and an anchor, none of them is donated, and the plan
-            says so.
+            reports it.
 
         **Returns:**
 
-        A function with the step's arguments, which it moves to where the plan says. `lower` takes
-        the same arguments, as that of [`mylib.filter_jit`][].
+        A function with the step's arguments, which it moves to where they are planned. `lower`
+        takes the same arguments, as that of [`mylib.filter_jit`][].
 
         **Raises:**
 
@@ -218,13 +260,13 @@ class Plan:
 
     def verify(self, *args: Any, high: int | None = None, seed: int = 0) -> Verified:
         """Runs the step under the plan and on one device, and compares all results: it is
-        [`mylib.testing.verify`][] of `jit(step)`. If the machine isn't here, it takes as many of
-        the devices that are here; simulated ones will do.
+        [`mylib.testing.verify`][] of `jit(step)`. If the machine is unavailable, it uses as many of
+        the available devices; simulated ones will do.
 
         **Arguments:**
 
         - `args`: the step's arguments; by default random ones of the shapes that were planned,
-            which take as much memory as the step does.
+            which need as much memory as the step.
         - `high`, `seed`: as for [`mylib.testing.verify`][].
 
         **Returns:**
@@ -255,8 +297,8 @@ class Plan:
     def make(
         self, make: Callable[..., Any], *args: Any, arguments: Sequence[str] = ("model", "state")
     ) -> Any:
-        """Creates arguments of the step where the plan says, so that no device ever holds more than
-        its part.
+        """Creates arguments of the step where they are planned, so that no device ever holds more
+        than its part.
 
         **Arguments:**
 
@@ -336,11 +378,11 @@ class Plan:
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None
         if self.chosen.seconds is None:
-            return f"{x.seconds * 1e3:.3g} ms ({x.source}); that of the chosen one is unknown"
+            return f"{_ms(x.seconds)} ({x.source}); that of the chosen one is unknown"
         ratio = x.seconds / self.chosen.seconds
         if x.source != self.chosen.source and self.chosen.modelled is not None:
-            chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"
-            return f"{x.seconds * 1e3:.3g} ms ({x.source}), and {chosen}"
+            chosen = f"the chosen one {_ms(self.chosen.modelled)} by the same model"
+            return f"{_ms(x.seconds)} ({x.source}), and {chosen}"
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
@@ -389,7 +431,7 @@ class Plan:
 
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
-        comments say what to call in the loss. Classes of layers that can't be imported, such as a
+        comments show what to call in the loss. Classes of layers that can't be imported, such as a
         notebook's, must be in scope.
         """
         return code_of(self.applying, self.axes, self.is_sharded, self.stacked)
@@ -464,14 +506,37 @@ class Plan:
         return page_of(title, repr(self), dots, self.machine.memory)
 
     def __repr__(self) -> str:
-        lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
-        lines += [f"  {line}".rstrip() for line in self.code().splitlines()]
-        for heading, candidates in ("next", self.others), ("rejected", self.rejected):
-            if candidates:
-                lines += [heading, *_rows(candidates[:_SHOWN])]
-                left = len(candidates) - _SHOWN
-                lines += [f"  and {left} more"] if left > 0 else []
-        return "\n".join([*lines, *self.notes])
+        lines = [f"{self.machine}: {self.chosen.name}", *self._table("chosen", [self.chosen])]
+        lines += ["", "code", *(f"  {line}".rstrip() for line in self.code().splitlines())]
+        lines += self._table("next", self.others) + self._table("rejected", self.rejected)
+        return for_stdout([*lines, "", *wrapped(self.notes)] if self.notes else lines)
+
+    def _table(self, heading: str, candidates: Sequence[Candidate]) -> list[str]:
+        if not candidates:
+            return []
+        rows = [
+            (x.name, _ms(x.seconds), x.source if x.seconds else "",
+             "" if x.source == "modelled" else _ms(x.modelled),
+             "" if x.memory is None else show_bytes(x.memory), self._lost(x), x.reason)
+            for x in candidates[:_SHOWN]
+        ]  # fmt: skip
+        filled = [i for i, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+        table = [[cells[i] for i in filled] for cells in (_COLUMNS, *rows)]
+        left = len(candidates) - _SHOWN
+        more = [f"  and {left} more"] if left > 0 else []
+        return ["", heading, *columns(table, indent="  "), *more]
+
+    def _lost(self, x: Candidate) -> str:
+        """Why a candidate was not chosen, in a word."""
+        if x.name == self.chosen.name:
+            return ""
+        if x.why:
+            return "impossible" if x.memory is None else "too large"
+        if x.unread or x.seconds is None or self.chosen.seconds is None:
+            return "unknown"
+        if x.source != self.chosen.source:
+            return f"not {self.chosen.source}"
+        return "tie" if x.seconds <= self.chosen.seconds * (1 + TIES[x.source]) else "slower"
 
 
 def _as_data(machine: Machine) -> dict[str, Any]:
@@ -497,28 +562,8 @@ def _sheet(name: str, platform: str) -> Chip:
     return CHIPS.get(name) or Chip(name, platform)
 
 
-def _rows(candidates: Sequence[Candidate]) -> list[str]:
-    return table([
-        (
-            x.name,
-            "" if x.seconds is None else f"{x.seconds * 1e3:.3g} ms",
-            "" if x.memory is None else show_bytes(x.memory),
-            "" if x.seconds is None else x.source + _modelled(x),
-            x.reason,
-        )
-        for x in candidates
-    ])  # fmt: skip
-
-
-def _modelled(x: Candidate) -> str:
-    """Beside other seconds, for comparing with candidates that have only these."""
-    if x.source == "modelled" or x.modelled is None:
-        return ""
-    return f" ({x.modelled * 1e3:.3g} ms modelled)"
-
-
 def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
-    return spec_text(specs[path]) if path in specs else "not there"
+    return show_spec(PartitionSpec(*specs[path])) if path in specs else "absent"
 
 
 def _frozen(x: Any) -> Any:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._known_faults import GROUPED
 from .._placement import trimmed
-from .._text import listed
+from .._text import listed, show_spec
 from ..machines import Machine
 from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of
 from .trace import SMALL, ArrayIn, TracedStep, role_of
@@ -19,12 +19,12 @@ from .trace import SMALL, ArrayIn, TracedStep, role_of
 class Strategy:
     """A mesh, how weights are kept and used on it, and what layers save.
 
-    - `axes`: the mesh axes and their sizes, neighbours last.
-    - `is_sharded`: whether weights are kept in parts over the axis "data" (FSDP).
+    - `axes`: the mesh axes and their sizes; the last axis has neighbouring devices.
+    - `is_sharded`: whether weights are sharded over the axis "data" (FSDP).
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
     - `micro_batches`: into how many the step cuts its batch.
-    - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `saved`: the spec with which the inputs of layers are saved; None: replicated over "model".
     - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
     """
@@ -49,7 +49,7 @@ class Strategy:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The axes over which weights are kept in parts."""
+        """The axes over which weights are sharded."""
         return ("data",) if self.is_sharded else ()
 
     @property
@@ -155,18 +155,18 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
         name, used = traced.step.called(leaf.path), trimmed(used_spec(leaf, strategy, traced))
         kept = spec_of(leaf, strategy, traced)
         if fixes.used.get(leaf.path, used) != used:
-            spec = PartitionSpec(*fixes.used[leaf.path])
+            spec = show_spec(PartitionSpec(*fixes.used[leaf.path]))
             return f"used= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         missing = any(not set(axes_at(used, i)) <= set(axes_at(kept, i)) for i in range(len(used)))
         if missing and not leaf.is_data:
-            spec = PartitionSpec(*kept)
+            spec = show_spec(PartitionSpec(*kept))
             return f"kept= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         over |= set() if leaf.is_data else axes_of(kept)
     fixed = [path in fixes.kept for path in traced.in_models]
     if any(fixed) and strategy.is_sharded and "data" not in over:
-        return "kept= leaves no weight in parts over 'data'"
+        return "kept= shards no weight over 'data'"
     if "data" in over and all(fixed):
-        return "" if strategy.is_sharded else "kept= has weights in parts over 'data'"
+        return "" if strategy.is_sharded else "kept= shards weights over 'data'"
     return ""
 
 
@@ -182,7 +182,7 @@ AXES = "replica", "data", MODEL
 def meshes(
     machine: Machine, axes: Mapping[str, int] | None
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
-    """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts;
+    """Meshes, and whether weights are sharded on them: over all devices, or within hosts;
     with `axes` those of these sizes. The axis "model" is within a host of GPUs.
     """
     requested = None if axes is None else {axis: n for axis, n in axes.items() if n > 1}
@@ -276,7 +276,7 @@ def reason_of(leaf: ArrayIn, spec: Spec, strategy: Strategy, traced: TracedStep)
         if leaf.is_small:
             why = f"it has fewer than {SMALL} numbers"
         reasons.append(f"not split over data: {why}")
-    return "; ".join(reasons) or "whole"
+    return "; ".join(reasons) or "replicated"
 
 
 def _of_entry(leaf: ArrayIn, dim: int, entry: Any, traced: TracedStep) -> str:

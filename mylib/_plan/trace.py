@@ -18,7 +18,7 @@ from .._belongs import Owners
 from .._compat import names
 from .._dims import Event, Nodes, Reading, program_of
 from .._errors import MylibError, PlacementError
-from .._fsdp import fully_shard, is_layer
+from .._fsdp import LAYER_INPUT, fully_shard, is_layer
 from .._lines import line_that_raised
 from .._matrices import MatrixState
 from .._placement import PLANNING, planning_mesh, trimmed
@@ -38,6 +38,17 @@ POLICIES: dict[str, tuple[str, Any]] = {
         "jax.checkpoint_policies.everything_saveable",
         jax.checkpoint_policies.everything_saveable,
     ),
+    "offload_inputs": (
+        "jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[], "
+        f'names_which_can_be_offloaded=["{LAYER_INPUT}"], offload_src="device", '
+        'offload_dst="pinned_host")',
+        jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ),
     "offload": (
         'jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")',
         jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
@@ -48,13 +59,30 @@ SMALL = 2**12
 
 
 class PlanError(MylibError, ValueError):
-    """There is no plan, or none that can be applied. The message says why, and what to change."""
+    """There is no plan, or none that can be applied. The message explains why.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        batch = np.ones((16, 64), np.float32)
+        try:
+            mylib.plan(step, batch, model, memory=10_000, compile=0)
+        except mylib.PlanError as error:
+            print(error)  # by how much the smallest candidate misses
+        ```
+    """
 
 
 @dataclass(frozen=True)
 class PlannedStep:
     """A step, and its arguments without numbers. `batch` is the position of the batch, which the
-    step cuts into as many `micro_batches`; with one it is whole.
+    step cuts into as many `micro_batches`; with one it is not cut.
     """
 
     fun: Callable[..., Any]
@@ -489,8 +517,13 @@ def _traced(
         lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
         listed = ", ".join(name + line for name, line in lines.items())
         raise PlanError(
-            f"plan doesn't know how these may be split: {listed}. Write the step without them, "
-            "replace kernels by plain JAX for planning, or choose a strategy by hand"
+            f"plan doesn't know how these may be split: {listed}. Say it by mylib.opaque(f, like=) "
+            "or dims=, write the step without them, or choose a strategy by hand"
+        )
+    for name, line in program.alone.items():
+        raise PlanError(
+            f"compilers can't split {name} ({line}). Call it in a function f, and that as "
+            "mylib.opaque(f, like=f), which finds how it may be split"
         )
 
     def arrays_in(tree: Any, dims: Sequence[Nodes]) -> list[ArrayIn]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
 from .._placement import AnyMesh, Target, World, fill_free, regions_of, sharding_of
-from .._text import in_short
+from .._text import in_short, show_spec
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .coordination import Processes
 from .differences import Facts, compare, everybodys_faults, faults_in_full
@@ -156,7 +156,10 @@ def described(target: Target) -> str:
         ids = sorted(device.id for device in sharding.device_set)
     listed = in_short(ids)
     order = f" (checksum {digest(ids)[:8]})" if listed.endswith("more") else ""
-    return f"{shortened(str(target))} on devices {listed}{order}"
+    text = str(target)
+    if isinstance(sharding, NamedSharding):
+        text = text.replace(str(sharding.spec), show_spec(sharding.spec))
+    return f"{shortened(text)} on devices {listed}{order}"
 
 
 @functools.lru_cache(maxsize=4096)

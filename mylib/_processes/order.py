@@ -33,6 +33,17 @@ NOTHING = {
 class TransferError(MylibError, RuntimeError):
     """A transfer between processes can't be made, one of them has not taken part in it, or they
     have made other calls, or the same in another order.
+
+    !!! Example
+
+        ```python
+        def moved(x, mesh):
+            try:
+                return mylib.mpmd.transfer(x, P("data"), mesh=mesh)
+            except mylib.mpmd.TransferError as error:
+                print(error)  # which process is missing, and where
+                raise
+        ```
     """
 
 

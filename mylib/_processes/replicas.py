@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .._compat import array_like, data_of_shards
 from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
+from .._text import show_spec
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
 from .coordination import Processes
@@ -168,7 +169,7 @@ def _terms(sharding: Sharding) -> dict[Any, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _request(sharding: Sharding) -> str:
-    return str(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
+    return show_spec(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
 
 
 # NumPy takes as long to name a dtype as to compare small arrays.

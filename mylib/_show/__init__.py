@@ -12,6 +12,7 @@ from .text import (
     columns as columns,
     for_stdout as for_stdout,
     paint_for_stdout as paint_for_stdout,
+    wrapped as wrapped,
 )
 
 # Tracebacks and pickles then show the public names.

@@ -48,7 +48,7 @@ class PlanOfArguments(Protocol):
 
 @runtime_checkable
 class Noted(Protocol):
-    """A node that has something to say of itself: a state of `mylib.by_matrix`, and a layer of
+    """A node that has something to report of itself: a state of `mylib.by_matrix`, and a layer of
     `mylib.fully_shard` that sends its weights in 8 bits.
     """
 
@@ -151,9 +151,21 @@ class Explanation(Shown, Rows):
         abstract mesh are numbered.
     - `most_loaded`: the device that would hold the most bytes, and their number; None if no device
         would hold any.
-    - `notes`: what a state of [`mylib.by_matrix`][] says: how evenly its matrices are given out;
+    - `notes`: what a state of [`mylib.by_matrix`][] reports: how evenly its matrices are given out;
         and layers of [`mylib.fully_shard`][]: which weights are sent in `send_dtype`.
-    - `replicated`: the rows of large leaves (1 MiB or more) that every device would hold whole.
+    - `replicated`: the rows of large leaves (1 MiB or more) that would be replicated on all
+        devices.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        explanation = mylib.explain(model, mylib.rules.fsdp("data"), mesh)
+        for row in explanation.rows:
+            print(row.leaf.name, row.spec, row.why)
+        assert not explanation.faults and not explanation.replicated
+        ```
     """
 
     faults: tuple[Fault, ...]

@@ -1,5 +1,6 @@
 """Writes HTML and SVG for notebooks: escaped, without scripts, and with nothing from elsewhere."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from html import escape
@@ -65,6 +66,17 @@ def table(
 def _cells(header: Sequence[str], cells: Sequence[str], classes: Sequence[str]) -> list[Html]:
     return [
         # The name of the column, for narrow pages, which have no columns.
-        tag("td", cell, class_=class_ if cell else f"{class_} empty", data_name=name)
+        tag("td", _breakable(cell), class_=class_ if cell else f"{class_} empty", data_name=name)
         for name, cell, class_ in zip(header, cells, classes, strict=True)
     ]
+
+
+def _breakable(cell: str) -> Html:
+    """Paths may be folded before a key, and nowhere else."""
+    if isinstance(cell, Html):
+        return cell
+    return joined([part for x in _KEY.split(cell) for part in (_FOLD, x)][1:])
+
+
+_KEY = re.compile(r"(?<=[\w\]])(?=\.[a-zA-Z_]|\[)")
+_FOLD = Html("<wbr/>")

@@ -27,6 +27,16 @@ class Move:
     - `received`: for each device, how many bytes it holds afterwards that it did not hold before;
         the key is `"host memory"` for NumPy. None if that isn't known.
     - `nbytes`: their sum; 0 if unknown.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        before = {"w": jnp.ones((64, 64))}
+        after = mylib.filter_shard(before, P("data"), mesh=mesh)
+        (move,) = mylib.show(before, after).moves
+        print(move.what, move.nbytes)
+        ```
     """
 
     before: Row | None

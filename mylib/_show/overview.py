@@ -83,6 +83,15 @@ class Overview(Shown, Rows):
         abstract mesh are numbered.
     - `most_loaded`: the device that holds the most bytes, and their number; None if no device holds
         any.
+
+    !!! Example
+
+        ```python
+        overview = mylib.show({"w": jnp.ones((64, 64)), "name": "mine"})
+        print(overview)
+        assert overview.nbytes == 64 * 64 * 4
+        assert overview.static == {"['name']": "str"}
+        ```
     """
 
     static: dict[str, str]
@@ -129,6 +138,17 @@ class Changes(Shown):
     - `rows`: a [`mylib.Row`][] for each array leaf of the later tree.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        before = {"w": jnp.ones((64, 64))}
+        after = mylib.filter_shard(before, P("data"), mesh=mesh)
+        changes = mylib.show(before, after)
+        print(changes)
+        assert len(changes.moves) == 1
+        ```
     """
 
     moves: tuple[Move, ...]

@@ -16,6 +16,8 @@ from .pictures import array_grids, bar, device_grids
 from .rows import Row, meaning, show_place, sizes
 from .text import show_devices
 
+# Columns of sizes.
+SIZES = ("bytes", "per device", "received")
 # How many paths are listed over a device, and how many pictures and loads are drawn.
 _PATHS, _FIGURES, _LOADS = 6, 12, 12
 # With more devices than this, fewer paths are listed, because each device lists them.
@@ -31,7 +33,7 @@ def overview_page(
     meshes: Meshes,
 ) -> str:
     """A page with `notes`, pictures of where `rows` are, `loads` as bars, and a table."""
-    numbers = [i for i, name in enumerate(header) if name in ("bytes", "per device", "received")]
+    numbers = [i for i, name in enumerate(header) if name in SIZES]
     hover = [f"{cells[0]}\n{', '.join(cells[i] for i in numbers if cells[i])}" for cells in body]
     listed = [table(header, body, numbers=numbers, hover=hover)] if body else []
     first, *others = notes

@@ -17,7 +17,7 @@ from .._placement import (
     partial_sums,
     sharding_of,
 )
-from .._text import counted, show_bytes
+from .._text import counted, show_bytes, show_spec
 from .._tree import KeyPath, Leaf
 from .text import number_of, show_device
 
@@ -29,7 +29,7 @@ _UNPLACED = {
     "": "left alone",
     NUMPY: "host memory",
     ABSTRACT: "no sharding",
-    TRACED: "as its type says",
+    TRACED: "by its type",
 }
 
 
@@ -55,6 +55,14 @@ class Row:
     - `devices`: the number of devices that hold a part of it; 0 if unknown.
     - `bytes_per_device`: its bytes on each of them.
     - `wasted`: the bytes that would be saved, over all devices, if each part were held only once.
+
+    !!! Example
+
+        ```python
+        (row,) = mylib.show({"w": jnp.ones((64, 64))}).rows
+        assert row.leaf.name == "['w']" and row.devices == 1
+        assert row.nbytes == row.bytes_per_device == 64 * 64 * 4
+        ```
     """
 
     leaf: Leaf
@@ -190,7 +198,7 @@ def show_place(place: Sharding) -> str:
         return show_device(device) + memory
     if not isinstance(place, NamedSharding):
         return str(place)
-    return str(place.spec).replace("PartitionSpec", "P").replace(",)", ")") + memory
+    return show_spec(place.spec) + memory
 
 
 def meaning(place: Sharding | None) -> Hashable:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from .fold import LINES, body_of, fold
 from .meshes import Meshes
-from .page import overview_page
+from .page import SIZES, overview_page
 from .rows import Row
-from .text import BOLD, Paint, columns, for_stdout, paint_for_stdout
+from .text import BOLD, Paint, columns, for_stdout, paint_for_stdout, wrapped
 
 
 class Shown:
@@ -58,13 +58,18 @@ class Shown:
 
     def _text(self, most: int | None) -> str:
         paint, groups = paint_for_stdout(), fold(self._listed, most)
+        body = body_of(groups, self._cells, most)
+        shared = _shared(self._header, body)
+        kept = [i for i, name in enumerate(self._header) if name not in shared]
+        header, *rows = ([cells[i] for i in kept] for cells in (self._header, *body))
 
         def code_of(row: int, column: int) -> str:
-            return self._code_of(groups[row - 1][1][0], self._header[column]) if row else BOLD
+            return self._code_of(groups[row - 1][1][0], header[column]) if row else BOLD
 
-        table = [self._header, *body_of(groups, self._cells, most)]
-        lines = [*columns(table, paint, code_of), ""] if groups else []
-        return for_stdout([*lines, *self._notes(), *self._below(paint)])
+        lines = [*columns([header, *rows], paint, code_of), ""] if groups else []
+        alike = ", ".join(f"{name} {text}" for name, text in shared.items() if text)
+        notes = [*self._notes(), *([f"all of them: {alike}"] if alike else [])]
+        return for_stdout([*lines, *wrapped(notes), *self._below(paint)])
 
     def _repr_html_(self) -> str:
         body = body_of(fold(self._listed), self._cells)
@@ -74,3 +79,15 @@ class Shown:
     def _place_of(self, row: Row | None) -> str:
         """Where a row is, and on which mesh, if there are several."""
         return "" if row is None else row.spec + self._meshes.suffix(row.place)
+
+
+def _shared(header: Sequence[str], body: Sequence[Sequence[str]]) -> dict[str, str]:
+    """The columns in which all lines of a table have the same text, with that text. The line that
+    counts what is left out has none.
+    """
+    full = [cells for cells in body if any(cells[1:])]
+    return {
+        name: texts[0]
+        for name, *texts in list(zip(header, *full, strict=True))[1:]
+        if len(texts) > 1 and len({*texts}) == 1 and name not in SIZES
+    }

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -110,48 +111,71 @@ def width_of_stdout() -> int | None:
 
 
 def columns(
-    table: Sequence[Sequence[str]], paint: Paint, code_of: Callable[[int, int], str]
+    table: Sequence[Sequence[str]],
+    paint: Paint = plain,
+    code_of: Callable[[int, int], str] = lambda row, column: "",
+    heading: int = 0,
+    indent: str = "",
 ) -> list[str]:
     """A table's lines, with columns of equal width. `code_of(row, column)` is a cell's colour. On a
-    terminal that is too narrow for it, each row is a paragraph.
+    terminal that is too narrow for it, each row is a paragraph below its cell of column `heading`.
     """
     widths = [max(map(width_of, column)) for column in zip(*table, strict=True)]
     terminal = width_of_stdout()
-    if terminal is not None and sum(widths) + 2 * (len(widths) - 1) > terminal:
-        return _paragraphs(table, paint, code_of, terminal)
+    width = len(indent) + sum(widths) + 2 * (len(widths) - 1)
+    if terminal is not None and width > terminal:
+        return _paragraphs(table, paint, code_of, terminal, heading)
     lines: list[str] = []
     for i, cells in enumerate(table):
         last = max((j for j, cell in enumerate(cells) if cell), default=0)
         padded = [x + " " * (widths[j] - width_of(x)) for j, x in enumerate(cells[:last])]
         texts = enumerate([*padded, cells[last]])
-        lines.append("  ".join(paint(text, code_of(i, j)) for j, text in texts))
+        lines.append(indent + "  ".join(paint(text, code_of(i, j)) for j, text in texts))
     return lines
+
+
+_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def wrapped(lines: Iterable[str]) -> list[str]:
+    """Lines of words, folded at the terminal's width."""
+    terminal = width_of_stdout()
+    if terminal is None:
+        return list(lines)
+    folded: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        folded += textwrap.wrap(line, terminal, subsequent_indent=indent, **_WORDS) or [line]
+    return folded
 
 
 # Columns that can't be told apart without their names.
 _NAMED = (
     "bytes", "per device", "before", "after", "received", "computing", "exposed", "estimated",
     "times", "in flight", "waiting", "for device", "sent", "rate", "link", "a call", "idle",
-    "between calls", "awaited",
+    "between calls", "awaited", "modelled", "lost",
 )  # fmt: skip
 
 
 def _paragraphs(
-    table: Sequence[Sequence[str]], paint: Paint, code_of: Callable[[int, int], str], width: int
+    table: Sequence[Sequence[str]],
+    paint: Paint,
+    code_of: Callable[[int, int], str],
+    width: int,
+    heading: int,
 ) -> list[str]:
     header, *body = table
     lines: list[str] = []
-    for i, (first, *others) in enumerate(body, 1):
-        lines.append(paint(first, BOLD))
+    for i, cells in enumerate(body, 1):
+        lines.append(paint(cells[heading], BOLD))
         line, used = " ", 1
-        for j, text in enumerate(others, 1):
-            if not text:
-                continue
-            text = f"{header[j]} {text}" if header[j] in _NAMED else text
-            if used + 2 + width_of(text) > width and used > 1:
-                lines.append(line)
-                line, used = " ", 1
-            line += " " + " " * (used > 1) + paint(text, code_of(i, j))
-            used += 1 + (used > 1) + width_of(text)
+        for j, text in enumerate(cells):
+            text = f"{header[j]} {text}" if text and header[j] in _NAMED else text
+            for piece in textwrap.wrap(text, width - 2, **_WORDS) if j != heading else ():
+                if used + 2 + width_of(piece) > width and used > 1:
+                    lines.append(line)
+                    line, used = " ", 1
+                line += " " + " " * (used > 1) + paint(piece, code_of(i, j))
+                used += 1 + (used > 1) + width_of(piece)
         lines.append(line)
     return lines

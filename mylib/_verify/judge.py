@@ -37,6 +37,14 @@ class Compared:
     - `count`: how many numbers differ so much.
     - `is_finite`: whether the reference has neither NaN nor infinite numbers.
     - `differs`: whether the difference is larger than rounding explains.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        for leaf in mylib.testing.verify(step, jnp.ones(8)).own:
+            print(leaf.name, leaf.difference, leaf.rounding)
+        ```
     """
 
     name: str

@@ -1,5 +1,6 @@
 """`verify`: does a step compute on many devices what it computes on one."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._compat import names
-from .._errors import ReplicaError, in_words, listed
+from .._errors import PlacementWarning, ReplicaError, in_words, listed
 from .._jit import filter_jit
 from .._known_faults import known_faults_in
 from .._matrices import to_plain
@@ -33,6 +34,16 @@ _SHAKEN = 2, 14
 class VerifyError(AssertionError):
     """A step differs from the same step on one device. `report` is the [`mylib.testing.Verified`][]
     with all of its results.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        try:
+            mylib.testing.verify(step, jnp.ones(8))
+        except mylib.testing.VerifyError as error:
+            print(error.report.wrong)
+        ```
     """
 
     def __init__(self, report: "Verified"):
@@ -54,6 +65,15 @@ class Verified:
     - `known`: faults of compilers that are known, and that the step may have met.
     - `differs`: whether any result differs by more than rounding explains, or any copies differ.
     - `wrong`: the results that differ.
+
+    !!! Example
+
+        ```python
+        step = mylib.filter_jit(lambda x: 2 * x)
+        verified = mylib.testing.verify(step, jnp.ones(8))
+        assert not verified.differs
+        print(verified)
+        ```
     """
 
     name: str
@@ -108,7 +128,7 @@ def verify(
     high: int | None = None,
     seed: int = 0,
 ) -> Verified:
-    """Runs a step as it is placed, on the devices that are here, and on one device, and compares
+    """Runs a step as it is placed, on the available devices, and on one device, and compares
     all results: losses, gradients, updated weights, states. Simulated devices will do.
 
     The step runs twice: in float64, which tells a wrong program from rounding, and in its own
@@ -296,6 +316,9 @@ class _Runs:
 @contextmanager
 def _as_is(wide: bool) -> Iterator[None]:
     with ExitStack() as stack:
+        # Arguments that are filled here are not where the step keeps them.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", PlacementWarning)
         if wide:
             stack.enter_context(jax.enable_x64(True))
             stack.enter_context(in_own_dtypes(True))

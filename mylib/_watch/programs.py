@@ -5,10 +5,10 @@ Their text can't be compared: a call that hangs may not have been lowered here.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+from .._lines import spot
 from .._processes import digest
 from .._text import listed
 from .._tree import canonical_dtype, split, texts_of
@@ -31,7 +31,7 @@ def identity_of(call: Any) -> Identity:
     function = ""
     if python is not None:
         code = python.__code__
-        place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+        place = spot(code.co_filename, code.co_firstlineno)
         function = f"defined in {place}, checksum {digest([*_texts(python)])[:6]}"
     arrays = [f"{canonical_dtype(x)}{[*x.shape]}" for x in call.arrays]
     static = digest([arrays, texts_of(split((call.args, call.kwargs)))])[:6]

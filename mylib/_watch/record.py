@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
 
 from .._compat import data_of_shards
-from .._lines import calling_frame
+from .._lines import calling_frame, spot
 from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
@@ -77,7 +76,7 @@ class Started(NamedTuple):
     references: Sequence[weakref.ref[Any]]
 
     def line(self) -> str:
-        return f"{Path(self.code.co_filename).name}:{line_in(self.code, self.instruction)}"
+        return spot(self.code.co_filename, line_in(self.code, self.instruction))
 
     def results(self) -> list[Any]:
         """The arrays that still exist."""

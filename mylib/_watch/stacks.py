@@ -10,7 +10,7 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
-from .._lines import FROZEN, JAX, LIBRARIES, OURS, innermost, is_of_user
+from .._lines import FROZEN, JAX, LIBRARIES, OURS, innermost, is_of_user, spot
 
 # The most frames of a thread that are shown.
 _SHOWN = 12
@@ -42,7 +42,7 @@ class Thread(NamedTuple):
             if code.co_qualname == "Dispatcher.call" and code.co_filename.startswith(OURS):
                 call = frame.f_locals["call"]
             elif call is not None and _is_of_user(frame):
-                return call, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                return call, spot(code.co_filename, frame.f_lineno)
         return None
 
     def is_in(self, functions: frozenset[tuple[str, str]]) -> bool:
@@ -88,8 +88,8 @@ def _is_of_user(frame: FrameType) -> bool:
 
 def _line(frame: FrameType) -> str:
     code = frame.f_code
-    file = Path(code.co_filename).name if _is_of_user(frame) else _short(code.co_filename)
-    return f"{file}:{frame.f_lineno} in {code.co_name}"
+    name = None if _is_of_user(frame) else _short(code.co_filename)
+    return f"{spot(code.co_filename, frame.f_lineno, name)} in {code.co_name}"
 
 
 def _short(file: str) -> str:

@@ -1,4 +1,4 @@
-"""`watch`: says why a job hangs."""
+"""`watch`: reports why a job hangs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,17 @@ _entered = 0
 
 
 class Watching:
-    """A watch, returned by [`mylib.watch`][]: a context manager."""
+    """A watch, returned by [`mylib.watch`][]: a context manager.
+
+    !!! Example
+
+        ```python
+        with mylib.watch(stuck_after=120) as watch:
+            x = jnp.zeros(8) + 1
+            with watch.paused():  # this may need longer
+                print(x)
+        ```
+    """
 
     def __init__(self, limit: float, end: bool, signum: int | None):
         self._limit = limit
@@ -64,7 +74,7 @@ class Watching:
 
 
 def watch(*, stuck_after: float, end: bool = False, signal: int | None = None) -> Watching:
-    """Watches a program, and says why if it hangs.
+    """Watches a program, and reports why if it hangs.
 
     It is a context manager. Inside it each process remembers the last programs of
     [`mylib.filter_jit`][], [`mylib.filter_shard_map`][] and [`mylib.mpmd.jit`][], placements and

@@ -46,8 +46,8 @@ _NOT_UNDERSTOOD = (
     "taken apart. Sum it by jax.lax.psum or psum_scatter"
 )
 _OF_TABLE = (
-    ". All devices have the rows of the batch that are added to this table: keep the table whole, "
-    'rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
+    ". All devices have the rows of the batch that are added to this table: keep the table "
+    'replicated, rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
 )
 
 
@@ -81,7 +81,7 @@ class Judged:
         if self.graph.differentiates is None:
             raise AuditError(
                 f"it is unknown which of {report.name} is forward and which backward: no "
-                "instruction says what it is from (op_name), or not in a way that is understood"
+                "instruction records its origin (op_name), or not in a way that is understood"
             )
         if self.graph.differentiates and not self.roles.trained:
             raise AuditError(
@@ -196,7 +196,7 @@ class Judged:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
             argument, r = self.parameters[number], self.report.results[i]
-            hows = ["sharded" if self.axis in axes_of(p) else "whole" for p in (argument, r)]
+            hows = ["sharded" if self.axis in axes_of(p) else "replicated" for p in (argument, r)]
             if number in must_equal and hows[0] != hows[1]:
                 text = f"given {hows[0]} over {self.axis}, and returned {hows[1]} ({r.path})"
                 yield self.fault(number, text)
@@ -215,8 +215,8 @@ class Judged:
         return f"{self.size} devices hold the same {show_bytes(p.bytes)}"
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
-        """The faults of weights that are whole though smaller ones are sharded, or all of them if
-        devices hold a tenth more than their share of the factors of products.
+        """The faults of weights that are replicated though smaller ones are sharded, or all of them
+        if devices hold a tenth more than their share of the factors of products.
         """
         p_of = self.parameters
         split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]

@@ -160,7 +160,8 @@ def two_d(
     activations: Size = 0,
 ) -> Contract:
     """FSDP and tensor parallelism: the model is sharded over two axes. Its weights are gathered
-    over `data`, and activations are summed over `model`. Tables that are looked up in may be whole.
+    over `data`, and activations are summed over `model`. Tables that are looked up in may be
+    replicated.
 
     **Arguments:**
 
@@ -311,5 +312,5 @@ def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:
     if m.c.kind in ("all-reduce", "reduce-scatter") or judged.is_part(m):
         return ""
     if not any(judged.axis in axes_of(judged.report.parameters[i]) for i in m.leaves):
-        return "gradients of whole weights should be summed"
+        return "gradients of replicated weights should be summed"
     return "gradients of sharded weights should stay where they are"

@@ -21,6 +21,16 @@ from ._timing import Clock, Timing
 class Prefetch(Iterator[Any]):
     """Batches made ahead of time, returned by [`mylib.data.prefetch`][]: an iterator, and a context
     manager that closes it. `len()` is the source's.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        loader = [np.full((16, 4), i, np.float32) for i in range(3)]
+        with mylib.data.prefetch(loader, P("data"), mesh=mesh) as batches:
+            assert len(batches) == 3
+            total = sum(float(batch.sum()) for batch in batches)
+        ```
     """
 
     def __init__(self, source: Iterable[Any], request: BatchRequest, buffer: int):

@@ -50,6 +50,14 @@ class ReaderShard:
         amount.
     - `blocks`, `block_count`: the rows of a batch are split into `block_count` equal blocks, and
         this reader reads `blocks`, in order.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=4, model=2)
+        shard = mylib.data.reader_shard(P("data"), mesh=mesh)
+        mine = range(1000)[shard.index :: shard.count]
+        ```
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Machines that programs can be compiled for: GPUs and TPUs that need not be here."""
+"""Machines that programs can be compiled for: GPUs and TPUs that you needn't have."""
 
 from .._errors import NotHereError as NotHereError
 from ._compilers import CompilerError as CompilerError, require as require

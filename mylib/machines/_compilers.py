@@ -19,6 +19,15 @@ Devices = tuple[Any, ...]
 class CompilerError(MylibError, ImportError):
     """XLA's compiler for GPUs or TPUs is not installed, or is for another version of JAX. The
     message contains the command that installs the right one.
+
+    !!! Example
+
+        ```python
+        try:
+            mesh = mylib.machines.gpu("h100").mesh(data=-1)
+        except mylib.machines.CompilerError as error:
+            print(error)  # which extra to install
+        ```
     """
 
 

@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any
 
 import jax
 
 from .._compat import names
+from .._lines import spot
 from ._fit import Alive
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)(complex<)?([a-z]+(\d+)\w*)>?>")
@@ -57,4 +57,4 @@ def _origin(operation: Any) -> tuple[str, str]:
     name = re.match(r'loc\("([^"]*)"', location)
     line = _LINE.search(location)
     primitive = name[1].split("/")[-1] if name else ""
-    return primitive, f"{PurePath(line[1]).name}:{line[2]}" if line else ""
+    return primitive, spot(line[1], line[2]) if line else ""

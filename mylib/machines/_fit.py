@@ -15,6 +15,14 @@ class Argument(NamedTuple):
     """An array that a program takes: its path, its shape, and its bytes on each device. A
     [`mylib.Parameter`][] is read from a compiled program, and there may be none: this is also known
     of a program that the compiler has refused.
+
+    !!! Example
+
+        ```python
+        report = mylib.audit(lambda x: x @ x, jnp.ones((512, 512)))
+        for argument in report.memory.largest:
+            print(argument.path, argument.shape, argument.nbytes)
+        ```
     """
 
     path: str
@@ -32,6 +40,14 @@ class Alive:
     - `count`: how many there are.
     - `shape`, `dtype`: of each.
     - `primitive`, `source`: what has made them, and the line of Python.
+
+    !!! Example
+
+        ```python
+        report = mylib.audit(lambda x: jnp.sin(x) @ x, jnp.ones((512, 512)))
+        for held in report.memory.alive or ():
+            print(held.arrays, held.bytes, held.source)
+        ```
     """
 
     bytes: int
@@ -51,7 +67,7 @@ class Alive:
 class Fit:
     """Whether a program fits on a machine: true if it does. As text, it shows how much memory is
     missing, the program's largest arguments, or its largest other arrays if they need more, and
-    what helps.
+    fixes.
 
     **Attributes:**
 
@@ -64,6 +80,14 @@ class Fit:
         [`mylib.machines.Alive`][]; empty if they are unknown.
     - `whole`: whether the sizes of `temporaries` are those on all devices together. It is so when
         the compiler has refused a program without naming arrays.
+
+    !!! Example
+
+        ```python
+        compiled = mylib.filter_jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+        fit = compiled.fits(mylib.machines.gpu("h100", devices_per_host=1))
+        assert fit and fit.missing == 0
+        ```
     """
 
     needed: int
@@ -96,7 +120,7 @@ class Fit:
         return "\n".join([*lines, *self._arguments(), *self._others()])
 
     def _arguments(self) -> list[str]:
-        """If they are a part of the cause: the largest arguments, and what helps."""
+        """If they are a part of the cause: the largest arguments, and fixes."""
         if not self.largest or self.arguments < self.needed * _PART:
             return []
         lines = ["  its largest arguments, by their bytes on each device:"]
@@ -105,10 +129,10 @@ class Fit:
         return [*lines, f"  {helps}"]
 
     def _others(self) -> list[str]:
-        """If they are a part of the cause: the largest other arrays, and what helps."""
+        """If they are a part of the cause: the largest other arrays, and fixes."""
         if self.needed - self.arguments < self.needed * _PART:
             return []
-        held = "whole; a device holds a part" if self.whole else "by their bytes on each device"
+        held = "unsharded; a device holds a part" if self.whole else "by their bytes on each device"
         lines = [f"  the largest arrays that it computes, {held}:"] if self.temporaries else []
         lines += [
             f"    {show_bytes(x.bytes):>10}  {x.arrays}  {x.primitive}  {x.source}".rstrip()
@@ -121,7 +145,7 @@ class Fit:
 # smaller ones are not why a program does not fit.
 _PART = 0.25
 _HELPS = (
-    "take a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
+    "use a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
     "the largest in blocks, such as the loss over a large vocabulary"
 )
 
@@ -132,6 +156,16 @@ class OutOfMemoryError(MylibError, RuntimeError):
     **Attributes:**
 
     - `fit`: a [`mylib.machines.Fit`][].
+
+    !!! Example
+
+        ```python
+        def compiled(lowered):
+            try:
+                return lowered.compile()
+            except mylib.machines.OutOfMemoryError as error:
+                print(error.fit.missing, error)
+        ```
     """
 
     def __init__(self, fit: Fit):

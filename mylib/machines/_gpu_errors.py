@@ -14,7 +14,7 @@ def about_kernels(error: Exception) -> str | None:
         return None
     return (
         "(XLA's compiler for GPUs chose a Triton kernel that it can't make. With a GPU it tries "
-        "several kernels and keeps one that works; for GPUs that are not here it tries only one. "
+        "several kernels and keeps one that works; for GPUs that you don't have it tries only one. "
         f"Compile matrix products without Triton: .lower(...).compile({WITHOUT_TRITON}))"
     )
 

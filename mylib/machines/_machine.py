@@ -1,4 +1,4 @@
-"""Machines: devices that programs can be compiled for, whether they are here or not."""
+"""Machines: devices that programs can be compiled for, whether you have them or not."""
 
 import dataclasses
 import functools
@@ -28,6 +28,14 @@ class Machine:
     - `hosts`: the number of hosts.
     - `shape`: for GPUs the number of hosts and of chips per host, for TPUs the shape of the slice.
     - `is_here`: whether its devices are those of this process.
+
+    !!! Example
+
+        ```python
+        machine = mylib.machines.Machine.of("v5e 4x4")
+        assert machine.count == 16 and not machine.is_here
+        print(repr(machine))
+        ```
     """
 
     chip: Chip
@@ -148,7 +156,7 @@ class Machine:
 
 
 def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None) -> Machine:
-    """GPUs that programs can be compiled for although they are not here. Needs the extra
+    """GPUs that programs can be compiled for although you don't have them. Needs the extra
     `mylib[gpu-compiler]`, but no GPU and no CUDA.
 
     **Arguments:**
@@ -185,7 +193,7 @@ def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None
 
 
 def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
-    """A slice of TPUs that programs can be compiled for although it is not here. Needs the extra
+    """A slice of TPUs that programs can be compiled for although you don't have it. Needs the extra
     `mylib[tpu-compiler]`, but no TPU.
 
     **Arguments:**

@@ -30,6 +30,13 @@ class Memory:
     - `alive`: what is held at the peak besides arguments and constants, as a tuple of
         [`mylib.machines.Alive`][], the largest first. None if that is unknown: it is found from the
         order in which the program runs, and must account for `peak` within a tenth.
+
+    !!! Example
+
+        ```python
+        memory = mylib.audit(lambda x: x + 1, jnp.ones((8, 8))).memory
+        assert memory.arguments == memory.results == 256
+        ```
     """
 
     arguments: int

@@ -31,7 +31,7 @@ class Chip:
     - `reached`: the shares of these rates that programs reach, for estimates: of `flops` in matrix
         products (`"products"`) and in kernels of attention (`"kernels"`), of `memory_bandwidth`
         (`"memory"`), and of the links in an all-reduce on a host of 8 GPUs (`"all-reduce"`). An
-        estimate takes a missing one from another chip, and says so.
+        estimate uses that of another chip for a missing one, and reports it.
     - `devices`: the number of JAX devices per chip: 2 for TPUs whose cores are separate.
     - `host`: the number of chips per host.
     - `largest`: for TPUs, the shape of the largest slice.
@@ -42,6 +42,15 @@ class Chip:
     - `kinds`: the values of `device.device_kind` for this chip.
 
     Unknown figures are None, or missing in `flops` and `reached`.
+
+    !!! Example
+
+        ```python
+        from dataclasses import replace
+
+        half = replace(mylib.machines.CHIPS["h100"], memory=40 * 2**30)
+        assert mylib.machines.gpu(half).memory == 40 * 2**30
+        ```
     """
 
     name: str

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 
 import jax
 
+from .._lines import spot
 from ._computed import computed
 from ._fit import Alive, Argument, Fit, OutOfMemoryError, largest
 from ._sheets import GiB
@@ -61,5 +61,5 @@ def _listed(text: str) -> Iterator[Alive]:
                 shape[1],
                 tuple(int(n) for n in shape[2].split(",") if n),
                 re.split(r"[/\[]", name[1].partition("[")[0])[-1] if name else "",
-                f"{PurePath(line[1]).name}:{line[2]}" if line else "",
+                spot(line[1], line[2]) if line else "",
             )

@@ -13,6 +13,14 @@ class Pass(enum.StrEnum):
     - `BACKWARD`: `"B"`, computes the gradients of the stage's input and weights. In a schedule that
         has `WEIGHT`, only the gradient of the input.
     - `WEIGHT`: `"W"`, computes the gradients of the weights.
+
+    !!! Example
+
+        ```python
+        order = mylib.mpmd.one_f_one_b(stages=2, microbatches=2).order()
+        kinds = {action.kind for action in order}
+        assert kinds == {mylib.mpmd.Pass.FORWARD, mylib.mpmd.Pass.BACKWARD}
+        ```
     """
 
     FORWARD = "F"
@@ -28,6 +36,13 @@ class Action(NamedTuple):
 
     - `kind`: a [`mylib.mpmd.Pass`][].
     - `stage`, `microbatch`: their numbers, from 0.
+
+    !!! Example
+
+        ```python
+        action = mylib.mpmd.Action(mylib.mpmd.Pass.FORWARD, 2, 0)
+        assert str(action) == "F2.0"
+        ```
     """
 
     kind: Pass

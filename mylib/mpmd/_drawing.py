@@ -41,7 +41,7 @@ class _Picture:
 
 
 def draw_svg(title: str, notes: str, lines: Sequence[Sequence[Timed]]) -> str:
-    """The SVG of a timeline. With too many actions, the first are drawn, and a note says so."""
+    """The SVG of a timeline. With too many actions, the first are drawn, and a note reports it."""
     picture = _Picture(lines)
     if len(picture.drawn) < picture.count:
         notes += f"; the first {len(picture.drawn)} of {picture.count} actions"

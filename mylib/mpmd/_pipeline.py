@@ -29,7 +29,7 @@ def pipeline(
     """A model cut into stages, each on a mesh of its own: its loss and its gradients.
 
     A batch is cut into microbatches, which pass through the stages one after the other, so that
-    all meshes work at the same time. The schedule says who does what when. The prediction is
+    all meshes work at the same time. The schedule is who does what when. The prediction is
     `stages[-1](...stages[0](x))`; the result is the mean of `loss` over the microbatches, and the
     gradients are those of this mean.
 
@@ -80,8 +80,8 @@ def pipeline(
 
     The function's method `compile(x, y)` returns the compiled programs by pass and stage, for
     [`mylib.audit`][]. For it, the arrays of stages and batches may be `jax.ShapeDtypeStruct`s with
-    shardings, also over machines that are not here. A failing `equinox.error_if` in a stage ends as
-    in `jax.jit`, not with the readable error of [`mylib.filter_jit`][].
+    shardings, also over machines that you don't have. A failing `equinox.error_if` in a stage ends
+    as in `jax.jit`, not with the readable error of [`mylib.filter_jit`][].
 
     **Raises:**
 
@@ -127,11 +127,28 @@ def pipeline(
 
 class Pipeline:
     """The loss of a pipeline and its gradients, as a function of the stages and a batch. Made by
-    [`mylib.mpmd.pipeline`][], which says how it is called.
+    [`mylib.mpmd.pipeline`][], which explains how it is called.
 
     **Attributes:**
 
     - `schedule`: who does what when, a [`mylib.mpmd.Schedule`][].
+
+    !!! Example
+
+        ```python
+        meshes = mylib.mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
+        layers = [eqx.nn.Linear(8, 8, key=jax.random.key(i)) for i in range(2)]
+        stages = [
+            mylib.filter_device_put(eqx.filter_vmap(layer), P(), mesh=mesh)
+            for layer, mesh in zip(layers, meshes, strict=True)
+        ]
+        pipe = mylib.mpmd.pipeline(
+            stages,
+            lambda prediction, y: jnp.mean((prediction - y) ** 2),
+            schedule=mylib.mpmd.one_f_one_b(stages=2, microbatches=2),
+        )
+        print(pipe.schedule)
+        ```
     """
 
     def __init__(
@@ -154,7 +171,7 @@ class Pipeline:
     ) -> dict[tuple[Pass, int], jax.stages.Compiled]:
         """Compiles the programs for batches like `x` and `y`, which may be
         `jax.ShapeDtypeStruct`s. Returns those of this process by pass and stage, for
-        [`mylib.audit`][]. The meshes may be of machines that are not here.
+        [`mylib.audit`][]. The meshes may be of machines that you don't have.
         """
         return self._planned(x, y, [])[0].compiled()
 

@@ -68,8 +68,8 @@ class Stage:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether this process has devices of its mesh. Those of a machine that is not here are as
-        good: programs can be compiled for them.
+        """Whether this process has devices of its mesh. Those of a machine that you don't have are
+        as good: programs can be compiled for them.
         """
         process = jax.process_index()
         return is_described(self.mesh) or any(

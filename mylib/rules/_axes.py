@@ -63,9 +63,9 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
 
     shards `up` by rows and `down` by columns, over the mesh axis "model". The names are also found
     for Modules in lists and dicts, and in an optimiser state. Dimensions whose names are not mapped
-    stay whole, and so do those before the annotated ones (of layers stacked by `vmap`). For leaves
-    without names, and for those with fewer dimensions than annotated (factored moments), the rule
-    returns PASS, except that leaves of rank 0 are replicated.
+    are not sharded, nor are those before the annotated ones (of layers stacked by `vmap`). For
+    leaves without names, and for those with fewer dimensions than annotated (factored moments), the
+    rule returns PASS, except that leaves of rank 0 are replicated.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
     | `GroupNorm` | `channels` |
     | `GRUCell`, `LSTMCell` | `gates in`, `gates hidden`, `gates`, `hidden` |
     | `BatchNorm` | `input_size`, its own annotation |
-    | `LayerNorm`, `RMSNorm`, `PReLU`, `WeightNorm` | none: they stay whole |
+    | `LayerNorm`, `RMSNorm`, `PReLU`, `WeightNorm` | none: they are replicated |
 
     **Returns:**
 

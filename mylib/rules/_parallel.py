@@ -33,12 +33,12 @@ def tensor_parallel(
     | layer | how it is sharded |
     |---|---|
     | `eqx.nn.MultiheadAttention` | by heads |
-    | `eqx.nn.MLP` | alternately by outputs and inputs; a last layer without a partner is whole |
+    | `eqx.nn.MLP` | alternately by outputs and inputs; a last one without a pair is replicated |
     | `eqx.nn.Embedding`, and a linear layer named `head` | by the vocabulary |
 
     Layers may be stacked. The rule returns PASS for all other leaves, except that leaves of rank 0
-    are replicated. Patterns take precedence over the table; to keep one of its layers whole, let
-    another rule decide first: `by_path({"head.*": P()}) | tensor_parallel(...)`.
+    are replicated. Patterns take precedence over the table; to keep one of its layers replicated,
+    let another rule decide first: `by_path({"head.*": P()}) | tensor_parallel(...)`.
 
     **Arguments:**
 
@@ -148,7 +148,7 @@ class TensorParallel(Rule):
         if parts is not None and heads is not None and heads % parts:
             reason = f"its {heads} heads do not divide into the {parts} parts of {self.axis!r}"
             fix = (
-                f"use a multiple of {parts} heads, or a smaller axis; or keep them whole: "
+                f"use a multiple of {parts} heads, or a smaller axis; or replicate them: "
                 "by_path({...: P()}) | tensor_parallel(...)"
             )
             yield Fault(name, leaf.shape, request, reason, fix)

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
 from .._placement import PASS, Placement, is_rule, trimmed
+from .._text import show_spec
 from .._tree import Leaf, Pattern, joined, name_of, spelled
 from ._rule import Rule, as_rule, leaves_by_rule, makes_rules
 
@@ -148,7 +149,9 @@ class ByPath(Rule):
         return PASS if leaf.ndim else PartitionSpec()
 
     def __repr__(self) -> str:
-        patterns = ", ".join(f"{pattern.text!r}: {value!r}" for pattern, value in self.patterns)
+        patterns = ", ".join(
+            f"{pattern.text!r}: {show_spec(value)}" for pattern, value in self.patterns
+        )
         return f"by_path({{{patterns}}}{', ordered=True' if self.ordered else ''})"
 
 
@@ -163,7 +166,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:
-    said = ", ".join(f"{pattern.text!r} says {value}" for pattern, value in matching)
+    said = ", ".join(f"{pattern.text!r} gives {show_spec(value)}" for pattern, value in matching)
     reason = "these patterns all match, and disagree"
     fix = "make them narrower, or write ordered=True and put the one that should win first"
     return Fault(name_of(leaf.path), leaf.shape, f"by_path: {said}", reason, fix)
@@ -186,7 +189,9 @@ def _unused(
             "dimensions"
         )
         fix = f"give at most {longest.ndim}"
-        yield Fault(name_of(longest.path), longest.shape, f"{request}: {value}", reason, fix)
+        yield Fault(
+            name_of(longest.path), longest.shape, f"{request}: {show_spec(value)}", reason, fix
+        )
 
 
 def is_in_a_state(leaf: Leaf) -> bool:

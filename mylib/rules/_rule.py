@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault
 from .._placement import MOST_RULES, PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
+from .._text import show_spec
 from .._tree import Leaf, name_of
 
 P = ParamSpec("P")
@@ -42,12 +43,24 @@ class Rule:
 
     - `a | b`: the first that doesn't return PASS. `b` decides the leaves for which `a` returns
         PASS.
-    - `a & b`: `b` shards dimensions that `a` leaves whole. If `a` returns a `PartitionSpec`, `b`
-        may shard its None dimensions over axes that it doesn't use; if `a` returns PASS, `b`
+    - `a & b`: `b` shards dimensions that `a` leaves unsharded. If `a` returns a `PartitionSpec`,
+        `b` may shard its None dimensions over axes that it doesn't use; if `a` returns PASS, `b`
         decides. Other results of `a` (a sharding, a device, None) are final.
 
     `&` binds tighter than `|`, as always in Python. One side may be a plain function. Your own
     rules need not subclass this class.
+
+    !!! Example
+
+        ```python
+        class Rows(mylib.rules.Rule):
+            def __call__(self, leaf):
+                return P("data") if leaf.ndim == 2 else mylib.rules.PASS
+
+        rule = Rows() | mylib.rules.replicated()
+        model = eqx.nn.Linear(64, 64, key=jax.random.key(0))
+        model = mylib.filter_shard(model, rule, mesh=mylib.make_mesh(data=8))
+        ```
     """
 
     @abstractmethod
@@ -233,10 +246,11 @@ class Both(Rule):
             return
         request, name = f"... & {self.second!r}", name_of(leaf.path)
         if not isinstance(placement, PartitionSpec):
-            reason = f"{placement!r} can't shard what another rule leaves whole"
+            reason = f"{placement!r} can't shard what another rule leaves unsharded"
             yield Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
         elif len(placement) > leaf.ndim:
-            reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
+            entries = f"{show_spec(placement)} has {len(placement)} entries"
+            reason = f"{entries}, for an array of rank {leaf.ndim}"
             yield Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
 
     def __repr__(self) -> str:

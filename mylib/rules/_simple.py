@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault
 from .._placement import AnyMesh, axis_names, is_rule, trimmed, unfit_spec
+from .._text import show_spec
 from .._tree import Leaf
 from ._axes import dimensions_in_front
 from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, makes_rules, used_axes, with_entry
@@ -98,7 +99,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
     A leaf without such a dimension, or with fewer than `min_size` elements, is replicated;
     [`mylib.explain`][] shows it.
 
-    On the right of `&` it chooses among the dimensions that the left rule leaves whole:
+    On the right of `&` it chooses among the dimensions that the left rule leaves unsharded:
     `by_path(...) & fsdp("data")`.
 
     **Arguments:**
@@ -236,7 +237,7 @@ class Always(Rule):
         return self.placement
 
     def __repr__(self) -> str:
-        return repr(self.placement)
+        return show_spec(self.placement)
 
 
 @dataclass(frozen=True, repr=False)
@@ -262,7 +263,7 @@ class WhereEven(Rule):
         if spec is None:
             return reason
         return reason + "".join(
-            f"; whole, as {number_of_parts(spec.partitions[dim], mesh)} does not divide "
+            f"; not sharded, as {number_of_parts(spec.partitions[dim], mesh)} does not divide "
             f"{leaf.shape[dim]}"
             for dim in _uneven(spec, leaf, mesh)
         )

@@ -24,6 +24,13 @@ class Info:
     - `process_index`, `process_count`: as in JAX.
     - `local_device_count`, `device_count`: the number of devices of this process, and of all.
     - `platform`: of the devices.
+
+    !!! Example
+
+        ```python
+        info = mylib.testing.info()
+        print(info.process_index, "of", info.process_count, info.platform)
+        ```
     """
 
     process_index: int

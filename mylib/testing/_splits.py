@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compat import names, opened
-from .._kernels import NoDerivativeError, Splits, kernel_of, kernel_p
-from .._programs import bind_as, interpret, jaxprs_in
+from .._kernels import NoDerivativeError, Splits, kernel_p
+from .._programs import bind_as, interpret, jaxprs_in, kernel_of
 from .._tree import outlined
 
 # Calls whose last operands are the arguments of their jaxpr.
@@ -77,8 +77,8 @@ def assert_split(kernel: Callable[..., Any], /, *args: Any) -> None:
     _check(run, arrays, seen)
     if not seen:
         raise TypeError(
-            "assert_split: it calls no function of mylib.opaque with dims= or like=, which say how "
-            "a kernel may be split"
+            "assert_split: it calls no function of mylib.opaque with dims= or like=, which "
+            "describe how a kernel may be split"
         )
     try:
         _check(gradient, arrays, seen)

@@ -85,7 +85,7 @@ class TestIsTold:
     def test_a_batch_that_is_whole(self):
         given = mylib.filter_shard((BATCH, 1.0), P(), mesh=MESH)[0]
         (text,) = told(mylib.filter_jit(lambda batch: batch @ batch.T), given)
-        assert "batch is whole on each device" in text
+        assert "batch is replicated on all devices" in text
 
     def test_a_batch_of_jax_that_is_not_placed(self):
         (text,) = told(

@@ -222,7 +222,7 @@ def wrong() -> dict[str, tuple[Callable[[], mylib.Report], contracts.Contract, s
         "fsdp, the model returned replicated": (
             lambda: audited(one, handwritten.returned_whole, rows, out=whole),
             parts,
-            r"model\['down'\]: given sharded over data, and returned whole",
+            r"model\['down'\]: given sharded over data, and returned replicated",
         ),
         "fsdp, the whole batch gathered": (
             lambda: audited(one, handwritten.whole_batch, rows),

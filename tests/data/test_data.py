@@ -122,7 +122,7 @@ def test_what_is_no_placement_to_read_by(mesh):
     text = _fails(mylib.PlacementError, reader_shard, P("data"), mesh=mesh.abstract_mesh)
     assert "no devices" in text
     text = _fails(mylib.PlacementError, reader_shard, "data", mesh=mesh)
-    assert "PartitionSpec('data')" in text
+    assert "write P('data')" in text
 
 
 def test_placements_that_say_little(mesh):

@@ -103,10 +103,10 @@ def test_dtypes():
 
 def test_what_is_refused():
     for options, reason in [
-        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)\[0\].*can't be divided into 12"),
+        ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)can't be divided into 12.*\[0\]"),
         ({"mesh": GRID, "axes": "rows"}, "the mesh has no axis 'rows'"),
     ]:
         with pytest.raises(mylib.PlacementError, match=reason):
             mylib.accumulate(loss, LAYERS, BATCH, fsdp("data"), **{"pieces": 4, **options})
-    with pytest.raises(TypeError, match="is not a floating dtype"):
+    with pytest.raises(TypeError, match="^accumulate: .* is not a floating dtype"):
         mylib.accumulate(loss, LAYERS, BATCH, KEPT, pieces=4, mesh=GRID, dtype=jnp.int32)

@@ -218,11 +218,11 @@ def test_what_is_left_out():
     for shape, dtype, reason in [
         ((8,), jnp.float32, "it has 1 dimension"),
         ((8, 8), jnp.int32, "its dtype is int32"),
-        ((8, 4), jnp.float32, "its scales would take as much"),
+        ((8, 4), jnp.float32, "its scales would need as much"),
     ]:
         assert scales_of(jax.ShapeDtypeStruct(shape, dtype), kept, whole) == reason
     assert reasons(kept=P("model"), used=P("model")) == "it is not gathered"
-    assert reasons(kept=P("data"), used=None) == "no PartitionSpec says where it is kept and used"
+    assert reasons(kept=P("data"), used=None) == "no PartitionSpec gives where it is kept and used"
     assert isinstance(reasons(kept=P("data"), used=P()), Scales)
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from example_models import program
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 import mylib
@@ -18,6 +19,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
 ]
 OPTIM = optax.adam(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def by_triton():
+    """JAX 0.10.2 makes Mosaic kernels for GPUs, which lack reductions along one dimension."""
+    option = "jax_pallas_use_mosaic_gpu"
+    is_there = hasattr(jax.config, option)
+    if is_there:
+        jax.config.update(option, False)
+    yield
+    if is_there:
+        jax.config.update(option, True)
+
+
 BOTH = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 SENT = re.compile(
     r"= [^=]* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -149,3 +164,49 @@ def test_a_plan(machine):
 
     plan = mylib.plan(step, tokens, model, state, machine=machine, compile=1)
     assert plan.chosen.source == "compiled", plan
+
+
+def splashed(q, k, v):
+    """Splash attention of one example, `[time, heads, size]`."""
+    time, heads = q.shape[:2]
+    mask = splash.MultiHeadMask([splash.CausalMask((time, time))] * heads)
+    blocks = splash.BlockSizes(*[128] * 8)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    return jnp.swapaxes(kernel(*(jnp.swapaxes(x, 0, 1) for x in (q, k, v))), 0, 1)
+
+
+@pytest.mark.compiles_for("v5e 2x4")
+def test_a_plan_with_splash_attention(machine):
+    """It is known by its name: each device calls it for its rows and heads, forward and backward,
+    and what it computes is counted.
+    """
+    llama = program("llama")
+    attention = mylib.opaque(splashed, like=splashed)
+
+    class SplashBlock(llama.Block):
+        def __call__(self, x):
+            return self.finish(x, attention(*self.project(x, jnp.arange(len(x)))))
+
+    sizes = {"width": 1024, "heads": 8, "groups": 4, "hidden": 2048, "vocab": 1024, "time": 256}
+    size = llama.Size(2, **sizes, rows=32, dtype=jnp.bfloat16)
+
+    def make(key):
+        blocks = eqx.filter_vmap(lambda key: SplashBlock(size, key))(jax.random.split(key, 2))
+        model = eqx.tree_at(lambda model: model.blocks, llama.Llama(size, key), blocks)
+        return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array))
+
+    model, state = eqx.filter_eval_shape(make, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
+
+    def step(tokens, model, state):
+        loss, grads = eqx.filter_value_and_grad(llama.loss)(model, tokens)
+        updates, state = OPTIM.update(grads, state)
+        return eqx.apply_updates(model, updates), state, loss
+
+    axes = {"data": 4, "model": 2}
+    options = {"machine": machine, "axes": axes, "policies": ("full",), "compile": 1}
+    plan = mylib.plan(step, tokens, model, state, **options)
+    assert plan.chosen.source == "compiled", plan
+    report = plan.audit
+    assert not [x for x in report.collectives if __file__.endswith(x.source.partition(":")[0])]
+    assert report.work.unknown == 0

@@ -24,6 +24,23 @@ def attention(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
+def on_host(function):
+    def called(x, *others):
+        return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x, *others)
+
+    called.__name__ = function.__name__
+    return called
+
+
+def multiplied(x, scale):
+    def kernel(x, scale, y):
+        y[...] = x[...] * scale[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    scale = jnp.broadcast_to(scale, x.shape)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x, scale)
+
+
 def seen_by(function, **options):
     """A function whose shapes are noted where it is called."""
     shapes = []
@@ -245,9 +262,55 @@ class TestContexts:
         assert collectives(gradient, *args) == []
 
     def test_without_a_derivative(self):
-        f = mylib.opaque(attention, dims="b t h k, b s h k, b s h d -> b t h d")
-        with pytest.raises(TypeError, match="attention has no derivative. Give fwd= and bwd="):
-            jax.grad(lambda q: f(q, K, V).sum())(Q)
+        f = mylib.opaque(on_host(np.sin), dims="n d -> n d")
+        with pytest.raises(TypeError, match="sin has no derivative. Give fwd= and bwd="):
+            jax.grad(lambda x: f(x).sum())(Q[0, :, 0])
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_derivative_of_its_own(self, kind):
+        """Each device takes it for its parts. What an argument lacks is summed, so it is whole."""
+        scaled = jax.custom_vjp(multiplied)
+        scaled.defvjp(
+            lambda x, scale: (scaled(x, scale), (x, scale)),
+            lambda saved, g: (scaled(g, saved[1]), jnp.sum(scaled(g, saved[0]), 0)),
+        )
+        f = mylib.opaque(scaled, dims="n d, d -> n d")
+        mesh, x = mesh_of(kind), Q[:, :, 0, 0]
+        spec = P(None, "model")
+        args = *placed(mesh, spec, x), *placed(mesh, P("model"), jnp.arange(16.0))
+
+        def gradient(f):
+            return jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), (0, 1))
+
+        near(jax.jit(gradient(f))(*args), gradient(jnp.multiply)(x, jnp.arange(16.0)))
+        assert collectives(gradient(f), *args) == []
+        mylib.testing.assert_split(f, x[:2, :2], jnp.arange(2.0))
+        if kind == AxisType.Auto:
+            f = mylib.opaque(scaled, dims="n d, d -> n d", axes={"n": "data", "d": "model"})
+            near(jax.jit(gradient(f))(*args), gradient(jnp.multiply)(x, jnp.arange(16.0)))
+
+    def test_a_kernel_in_a_derivative_is_opaque_itself(self):
+        sine, cosine = on_host(np.sin), on_host(np.cos)
+        for fwd, bwd, told in (
+            (lambda x: (sine(x), x), lambda x, g: (g * jnp.cos(x),), "fwd= of sin calls pure_call"),
+            (lambda x: (jnp.sin(x), x), lambda x, g: (g * cosine(x),), "bwd= of sin calls pure_c"),
+        ):
+            f = mylib.opaque(sine, dims="n d -> n d", fwd=fwd, bwd=bwd)
+            with pytest.raises(
+                TypeError, match=told + r".*test_split_kernels.py.*opaque\(f, dims="
+            ):
+                jax.grad(lambda x, f=f: f(x).sum())(Q[0, :, 0])
+
+    def test_checks_of_errors_in_a_derivative(self):
+        sine = mylib.opaque(on_host(np.sin), dims="n d -> n d")
+
+        def forward(x):
+            return sine(eqx.error_if(x, jnp.any(x > 1e6), "large")), x
+
+        f = mylib.opaque(
+            on_host(np.sin), dims="n d -> n d", fwd=forward, bwd=lambda x, g: (g * jnp.cos(x),)
+        )
+        near(jax.jit(jax.grad(lambda x: f(x).sum()))(Q[0, :, 0]), np.cos(Q[0, :, 0]))
 
 
 class TestErrors:
@@ -280,6 +343,33 @@ class TestErrors:
         assert "tiled was called for one device's parts, x: float32[2, 16]" in str(
             caught.value.__notes__
         )
+
+    def test_of_the_compiler(self):
+        """On Auto axes it asks when it compiles, and only the text of errors is left."""
+
+        def tiled(x):
+            if x.shape[1] % 4:
+                raise ValueError(f"a tile has 4 columns, and there are {x.shape[1]}")
+            return x
+
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        x, few = Q[:, :8, 0, 0], Q[:, :2, 0, 0]
+
+        def repeated(q, k):
+            return q * jnp.repeat(k, q.shape[1] // k.shape[1], 1)
+
+        f = mylib.opaque(tiled, dims="n d -> n d")
+        for f, arrays, told in (
+            (tiled, [x], r"a tile has 4 columns, and there are 2.*tiled was called for one device's"
+             r" parts, x: float32\[4, 2\]"),
+            (repeated, [x, few], r"q \(8, 8\).*dimension 1 \('d'\) over 'model', where repeated is "
+             r"called.*4 devices don't divide 2.*filter_shard\(q, P"),
+            (on_host(np.sin), [x], r"with a callback on Auto axes.*axes=\{\"n\": \"data\", "),
+        ):  # fmt: skip
+            f = mylib.opaque(f, dims=", ".join(["n d"] * len(arrays)) + " -> n d")
+            args = placed(mesh, P("data", "model"), x), placed(mesh, P("data"), *arrays[1:])
+            with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s){told}"):
+                jax.jit(f)(*args[0], *args[1])
 
     def test_axes_are_checked(self):
         (x,) = placed(mesh_of(), P("data"), Q[:, :, 0, 0])

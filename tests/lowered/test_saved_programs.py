@@ -241,7 +241,7 @@ class TestFiles:
         text = message(path)
         assert "(double) was compiled for something else" in text
         assert f"\n  {name}: another, and here {made_for[name]}\n" in text
-        assert "Compile it for what is here" in text
+        assert "Compile it for these devices" in text
 
     def test_every_difference_is_told(self, path):
         saved(path)
@@ -526,7 +526,7 @@ def test_for_a_machine_that_is_not_here(machine, path):
     text = message(path, on(mylib.make_mesh(data=8)))
     assert f"platform: {machine.chip.platform}, and here cpu" in text
     assert f"kind of device: {mesh.devices.flat[0].device_kind}, and here cpu" in text
-    with pytest.raises(mylib.machines.NotHereError, match="not here"):
+    with pytest.raises(mylib.machines.NotHereError, match="you don't have"):
         mylib.load_compiled(path, double, on(mesh))
 
 

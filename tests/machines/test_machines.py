@@ -322,7 +322,7 @@ class TestFits:
             "  the largest arrays that it computes, by their bytes on each device:",
             "           4 B  2 x bf16[8, 4]  dot_general  step.py:3",
         ]
-        assert lines[4].startswith("  take a smaller batch, recompute more")
+        assert lines[4].startswith("  use a smaller batch, recompute more")
         assert "in blocks, such as the loss over a large vocabulary" in lines[4]
         assert len(lines) == 5
 
@@ -413,7 +413,7 @@ Total hbm usage >= 41.74G:
 
     def test_without_a_list_those_of_the_program(self):
         fit = self.read(self.EARLY)
-        assert fit.whole and "that it computes, whole; a device holds a part:" in str(fit)
+        assert fit.whole and "that it computes, unsharded; a device holds a part:" in str(fit)
         product = next(x for x in fit.temporaries if x.primitive == "dot_general")
         assert (product.dtype, product.shape) == ("bf16", (512, 4096))
         assert product.bytes == 512 * 4096 * 2 and product.source.startswith("test_machines.py:")

@@ -244,6 +244,21 @@ def test_bytes(shapes, kept, mesh, options, most):
     assert sent(shapes, kept, mesh, **options) == pytest.approx(most, abs=0.01)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA:CPU of 0.10 drops barriers early")
+def test_one_shape_after_the_other():
+    """So that the whole matrices of one are there at a time."""
+
+    def temporaries(shapes):
+        params = mylib.filter_shard(random_like(shapes), KEPT, mesh=EIGHT)
+        optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
+        update = jax.jit(optim.update).lower(params, jax.jit(optim.init)(params))
+        return update.compile().memory_analysis().temp_size_in_bytes
+
+    one = [(128, 256)] * 8
+    four = [*one, *[(128, 264)] * 8, *[(136, 256)] * 8, *[(136, 264)] * 8]
+    assert temporaries(four) < 1.3 * temporaries(one) < temporaries(one * 4)
+
+
 def test_sent_in_another_dtype():
     """XLA's compiler for the CPU sends bfloat16 as float32, so the program is read before it."""
     params = random_like(EVEN)

@@ -454,7 +454,7 @@ class TestErrors:
         def call(x, y):
             return lambda pipe, here: pipe(here, x, y)
 
-        self.fails("x (16, 16)", "it is on P('data',)", call=call(on(other, x), y))
+        self.fails("x (16, 16)", "it is on P('data')", call=call(on(other, x), y))
         self.fails("y['a']", "the last stage's mesh", call=call(x, {"a": on(one, y)}))
         self.fails(
             *("x (14, 16)", "can't be cut into 4 equal parts", "y (12, 16)", "it has 12 rows"),
@@ -489,7 +489,7 @@ class TestErrors:
 
         weight = jnp.ones((WIDTH, WIDTH))
         for told, change in {
-            "P('data',) over": at(lambda s: s.weight, on(mesh, weight, P())),
+            "P('data') over": at(lambda s: s.weight, on(mesh, weight, P())),
             "it was float32(16,)": at(lambda s: s.bias, on(mesh, weight)),
             "it is no array on a mesh": at(lambda s: s.bias, np.ones(WIDTH, np.float32)),
             "its static leaves are others": at(lambda s: s.scale, 0.25),

@@ -61,7 +61,7 @@ class TestWords:
             f"""
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {P("dta")} over {HERE}
+                asked for: P('dta') over {HERE}
                 but {HERE} has no axis 'dta'
                 instead: did you mean 'data'?
             """,
@@ -101,14 +101,19 @@ class TestWords:
         )
 
     @pytest.mark.parametrize(
-        "spec", [P("data", "data"), P(("data", "data")), P(None, ("data",) * 2)]
+        ("spec", "text"),
+        [
+            (P("data", "data"), "P('data', 'data')"),
+            (P(("data", "data")), "P(('data', 'data'))"),
+            (P(None, ("data",) * 2), "P(None, ('data', 'data'))"),
+        ],
     )
-    def test_an_axis_used_twice(self, spec):
+    def test_an_axis_used_twice(self, spec, text):
         says(
             f"""
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {spec} over {HERE}
+                asked for: {text} over {HERE}
                 but the axis 'data' is used 2 times
                 instead: use each axis once
             """,
@@ -154,10 +159,10 @@ class TestWords:
 
     def test_no_mesh(self):
         says(
-            f"""
+            """
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {P("data")}
+                asked for: P('data')
                 but a PartitionSpec needs a mesh, and there is none here
                 instead: pass `mesh=`, or call this under `jax.set_mesh(mesh)`
             """,
@@ -183,7 +188,7 @@ class TestWords:
             f"""
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {P("data")} over {HERE}
+                asked for: P('data') over {HERE}
                 but an abstract mesh has no devices to put an array on
                 instead: pass a `jax.sharding.Mesh`, or give abstract leaves (`jax.ShapeDtypeStruct`)
             """,  # noqa: E501
@@ -277,7 +282,7 @@ class TestWords:
               the array (8, 4)
                 asked for: 'data'
                 but an axis name is not a placement
-                instead: write PartitionSpec('data')
+                instead: write P('data')
             """,
             "data",
         )
@@ -361,7 +366,7 @@ class TestWords:
     def test_a_memory_kind_is_part_of_the_request(self):
         host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
         error = error_of(mylib.resolve, ones(3), host)
-        assert error.faults[0].request == f"{P('data')} over {HERE} in pinned_host memory"
+        assert error.faults[0].request == f"P('data') over {HERE} in pinned_host memory"
 
     def test_an_array_that_is_gone(self):
         gone, key = ones(8), jax.random.key(0)
@@ -427,12 +432,11 @@ class TestWords:
         assert_says(
             error,
             """
-            can't place 2 leaves:
+            can't place 2 leaves: a donated array can't share its memory: it is deleted
+                asked for: donate=True, may_alias=True
+                instead: give one of the two
               ['a'] (8,)
               ['b'] (8,)
-                asked for: donate=True, may_alias=True
-                but a donated array can't share its memory: it is deleted
-                instead: give one of the two
             """,
         )
 
@@ -612,7 +616,7 @@ class TestStagedWords:
             f"""
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {P("data")} over {HERE} in pinned_host memory
+                asked for: P('data') over {HERE} in pinned_host memory
                 but filter_shard can't move an array to pinned_host memory inside a transformed function
                 instead: use mylib.filter_device_put there
             """,  # noqa: E501
@@ -627,7 +631,7 @@ class TestStagedWords:
             f"""
             can't place 1 leaf:
               the array (8, 4)
-                asked for: {P("data")} over {HERE} in unpinned_host memory
+                asked for: P('data') over {HERE} in unpinned_host memory
                 but a compiled program can't put a value in unpinned_host memory: JAX ignores it there
                 instead: write memory_kind='pinned_host', or move the array outside of the function
             """,  # noqa: E501
@@ -659,10 +663,10 @@ class TestStagedWords:
     def test_a_mesh_of_another_size_than_the_one_in_force(self):
         with jax.set_mesh(MESH):
             staged_says(
-                f"""
+                """
                 can't place 1 leaf:
                   the array (8, 4)
-                    asked for: {P("data")} over mesh ('data': 2, 'model': 2)
+                    asked for: P('data') over mesh ('data': 2, 'model': 2)
                     but this code runs on 8 devices and mesh ('data': 2, 'model': 2) has 4
                     instead: constrain to the mesh of the computation, or move the array outside of it
                 """,  # noqa: E501
@@ -680,7 +684,7 @@ class TestStagedWords:
                     f"""
                     can't place 1 leaf:
                       the array (8, 4)
-                        asked for: {P("data")} over mesh ({shape})
+                        asked for: P('data') over mesh ({shape})
                         but mesh ({shape}) is over other devices, or in another order, than the mesh in force here
                         instead: constrain to the mesh of `jax.set_mesh`, or move the array outside of this function
                     """,  # noqa: E501
@@ -695,7 +699,7 @@ class TestStagedWords:
                 f"""
                 can't place 1 leaf:
                   the array (8, 4)
-                    asked for: {P("all")} over mesh ('all': 8)
+                    asked for: P('all') over mesh ('all': 8)
                     but mesh ('all': 8) has Auto axes, and the mesh in force here has only Explicit ones
                     instead: constrain to {HERE}, which is in force
                 """,  # noqa: E501
@@ -708,7 +712,7 @@ class TestStagedWords:
             f"""
             can't place 1 leaf:
               the array (17, 4)
-                asked for: {P("data")} over {HERE}
+                asked for: P('data') over {HERE}
                 but dimension 0 of size 17 does not divide into the 4 parts of 'data'
                 instead: pad it to 20, shard another dimension, or write None for this one
             """,
@@ -832,11 +836,11 @@ class TestOneErrorForAll:
                 but the spec has 2 entries, for an array of rank 1
                 instead: give at most 1; for a whole model, pass a rule (mylib.rules)
               ['typo'] (8, 4)
-                asked for: {P("dta")} over {HERE}
+                asked for: P('dta') over {HERE}
                 but {HERE} has no axis 'dta'
                 instead: did you mean 'data'?
               ['uneven'] (17, 3)
-                asked for: {P("data")} over {HERE}
+                asked for: P('data') over {HERE}
                 but dimension 0 of size 17 does not divide into the 4 parts of 'data'
                 instead: pad it to 20, shard another dimension, or write None for this one
             """,
@@ -847,13 +851,12 @@ class TestOneErrorForAll:
         assert_says(
             error_of(mylib.filter_shard, tree, P("data"), mesh=MESH),
             f"""
-            can't place 3 leaves:
+            can't place 3 leaves: dimension 0 of size 17 does not divide into the 4 parts of 'data'
+                asked for: P('data') over {HERE}
+                instead: pad it to 20, shard another dimension, or write None for this one
               ['a'] (17,)
               ['b'][0] (17,)
               ['b'][1] (17, 2)
-                asked for: {P("data")} over {HERE}
-                but dimension 0 of size 17 does not divide into the 4 parts of 'data'
-                instead: pad it to 20, shard another dimension, or write None for this one
             """,
         )
 
@@ -918,7 +921,7 @@ class TestTheError:
         assert b == mylib.Fault(
             path="['b']",
             shape=(8,),
-            request=f"{P('dta')} over {HERE}",
+            request=f"P('dta') over {HERE}",
             reason=f"{HERE} has no axis 'dta'",
             fix="did you mean 'data'?",
         )

@@ -207,7 +207,7 @@ def test_measured_times_decide(capsys):
     lines = [x.strip() for x in capsys.readouterr().err.split("\r") if x.startswith("measuring")]
     names = [x.partition(": ")[2] for x in lines]
     assert len(names) >= 8 and len(set(names[:2])) == 2 and names == names[:2] * (len(names) // 2)
-    with pytest.raises(ValueError, match="h100 x 8 is not here"):
+    with pytest.raises(ValueError, match="h100 x 8 is unavailable"):
         mylib.plan(step, *args, machine="h100 x 8", measure=1)
 
 

@@ -8,6 +8,7 @@ import planned_steps as steps
 import pytest
 from example_models import program
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import mylib
 from mylib._compat import describe_cudnn
@@ -136,3 +137,48 @@ def test_products_of_experts():
     assert x[1] == w[1] and not read.unknown
     assert read.dims.groups(read.results[1])[1:] == w[1:]
     assert sum(x.amount for x in read.products) == 3 * 2 * 64 * 16 * 32
+
+
+def splashed(q, k, v):
+    time, heads = q.shape[1:3]
+    mask = splash.MultiHeadMask([splash.CausalMask((time, time))] * heads)
+    blocks = splash.BlockSizes(*[128] * 8)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=blocks)
+    return jnp.swapaxes(jax.vmap(kernel)(*(jnp.swapaxes(x, 1, 2) for x in (q, k, v))), 1, 2)
+
+
+@pytest.mark.parametrize("run", [splashed, mylib.opaque(splashed, like=splashed)])
+def test_splash_attention(run):
+    q, k = (jax.ShapeDtypeStruct((4, 256, n, 128), jnp.bfloat16) for n in (8, 2))
+
+    def loss(q, k, v):
+        return jnp.sum(run(q, k, v).astype(jnp.float32) ** 2)
+
+    read = program_of(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
+    groups = list(map(read.dims.groups, read.inputs))
+    assert len({x[0] for x in groups}) == len({x[2] for x in groups}) == 1
+    assert read.dims.parts(groups[0][2]) == 2
+    assert not read.unknown and not read.unpriced
+    # Half of the scores are masked. `opaque` computes it again in its derivative.
+    count = 2 + 7 if run is splashed else 2 + 2 + 7
+    kernels = [x for x in read.products if x.amount > 1e8]
+    assert sum(x.amount for x in kernels) == count * 4 * 8 * 256 * 256 * 128
+
+
+def test_a_kernel_that_compilers_cant_split():
+    batch = jax.ShapeDtypeStruct((16, 128, 128), jnp.float32)
+
+    def attended(x):
+        return splashed(*[x[None, :, None]] * 3)[0, :, 0]
+
+    class Attending(eqx.Module):
+        layer: eqx.nn.Linear
+
+        def __call__(self, x):
+            return attended(jax.vmap(self.layer)(x))
+
+    def make(key):
+        return Attending(eqx.nn.Linear(128, 128, key=key))
+
+    with pytest.raises(mylib.PlanError, match=r"split splash_mha.*mylib.opaque\(f, like=f\)"):
+        traced(make, batch, steps.squared_loss)

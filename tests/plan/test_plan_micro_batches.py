@@ -112,7 +112,7 @@ def test_what_would_help_where_nothing_fits():
     with pytest.raises(mylib.PlanError) as caught:
         planned(0.99 * least, axes={"data": 8})
     message = str(caught.value)
-    assert 'policies=("offload",)' in message
+    assert 'policies=("offload_inputs",)' in message
     assert "or 2 micro-batches in the step (by the model of its price)" in message
     with pytest.raises(mylib.PlanError, match="or micro-batches in the step"):
         planned(10_000)
@@ -130,6 +130,24 @@ def test_what_is_offloaded_takes_no_memory_and_time():
     copied = 2 * 4 * ROWS * 4 * WIDTH * 4 / 8
     assert offload.parts["offloading"] == pytest.approx(copied / 6.4e10, rel=0.3)
     assert "offloading" not in dots.parts
+
+
+def test_the_inputs_of_layers_are_offloaded():
+    full, offload = (planned(1e9, policies=(x,), axes={"data": 8}) for x in _ONLY_INPUTS)
+    # Each of the four layers copies its input there and back.
+    copied = 2 * 4 * ROWS * WIDTH * 4 / 8
+    assert offload.chosen.parts["offloading"] == pytest.approx(copied / 6.4e10, rel=0.1)
+    assert offload.memory < full.memory
+    assert '["layer_input"]' in offload.code()
+
+
+_ONLY_INPUTS = "full", "offload_inputs"
+
+
+@pytest.mark.compilers
+def test_the_compiler_offloads_the_inputs():
+    plan = planned(1e12, policies=("offload_inputs",), compile=1, axes={"data": 8})
+    assert plan.audit is not None and plan.audit.memory.host >= 4 * ROWS * WIDTH * 4 / 8
 
 
 @pytest.mark.compilers

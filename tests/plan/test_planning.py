@@ -1,5 +1,6 @@
 """`plan`: what it finds, says, and refuses."""
 
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -40,7 +41,7 @@ class TestPlan:
         assert made.audit is None and made.memory > 0 and made.seconds[0] <= made.seconds[1]
         found = {x.name for x in (made.chosen, *made.others)}
         assert found == {"DP 4 x TP 2", "FSDP 4 x TP 2"}
-        assert "code" not in repr(made) and "fully_shard" in repr(made)
+        assert "code=" not in repr(made) and "fully_shard" in repr(made)
         assert "nothing was compiled" in repr(made)
 
     def test_is_text(self, made):
@@ -64,9 +65,9 @@ class TestPlan:
         diff = made.diff(other)
         assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
         more = modelled(lambda a, b, c, m: jax.vmap(m)(a), *MLP[:1], None, None, MLP[1])
-        assert "used m.layers[0].weight: not there -> " in made.diff(more)
+        assert "used m.layers[0].weight: absent -> " in made.diff(more)
         weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
-        assert weight.endswith(" -> P()") and '"model"' in weight
+        assert weight.endswith(" -> P()") and "'model'" in weight
 
     def test_moments_are_where_their_weights_are(self, made):
         model = made.applying.arguments["model"]
@@ -131,6 +132,43 @@ class TestPlan:
             assert all(jax.tree.leaves(same))
 
 
+class TestText:
+    def test_parts_and_what_overlaps_add_up(self, made):
+        for x in (made.chosen, *made.others):
+            numbers = re.findall(r"(- )?[a-z ]*?(\S+) ms", x.reason)
+            total = sum(float(n) * (-1 if minus else 1) for minus, n in numbers)
+            assert total == pytest.approx(1e3 * x.modelled, rel=0.02)
+
+    def test_why_candidates_lost_in_a_word(self, made):
+        header = "strategy a call figures memory lost its parts, or why not"
+        assert header in [" ".join(line.split()) for line in repr(made).splitlines()]
+        assert made._lost(made.chosen) == "" and made._lost(made.others[-1]) == "slower"
+        tie = replace(made.others[0], seconds=made.chosen.seconds)
+        assert made._lost(tie) == "tie"
+        assert made._lost(replace(tie, why="needs 3 GiB")) == "too large"
+        assert made._lost(replace(tie, why="no mesh", memory=None)) == "impossible"
+        assert made._lost(replace(tie, compiled=True, unread="a kernel")) == "unknown"
+        assert (
+            replace(made, chosen=replace(made.chosen, compiled=True))._lost(tie) == "not compiled"
+        )
+
+    def test_it_folds(self, made, monkeypatch):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("COLUMNS", "80")
+        wide = [line for line in repr(made).splitlines() if len(line) > 80]
+        assert not [line for line in wide if line not in made.code()]
+
+    def test_it_says_at_once_that_it_begins(self, capsys):
+        first = []
+
+        def step(*args):
+            first.append(capsys.readouterr().err)
+            return STEP(*args)
+
+        modelled(step, *MLP, progress=True)
+        assert first[0].strip() == "planning for cpu x 8: tracing the step"
+
+
 class TestModelled:
     """What a plan says without a compiler, and beside what was compiled."""
 
@@ -148,8 +186,9 @@ class TestModelled:
     def test_modelled_seconds_are_beside_the_others(self, made):
         compiled = replace(made.chosen, compiled=True, seconds=2 * made.chosen.modelled)
         plan = replace(made, chosen=compiled)
-        beside = f"compiled ({made.chosen.modelled * 1e3:.3g} ms modelled)"
-        assert beside in repr(plan) and beside not in repr(made)
+        (ours, theirs) = (repr(x).split("\n")[4].split() for x in (plan, made))
+        time = f"{made.chosen.modelled * 1e3:.3g}"
+        assert "compiled" in ours and ours.count(time) == 1 and theirs.count(time) == 1
         told = f"the chosen one {made.chosen.modelled * 1e3:.3g} ms by the same model"
         assert told in plan.why_not(made.others[0].name)
 
@@ -250,9 +289,9 @@ class TestFixed:
         assert ours.memory - theirs.memory >= 2 * 64 * 256 * 4 * 7 // 8
         assert ours.parts["gathers of weights"] < theirs.parts["gathers of weights"]
         whole = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.replicated())
-        assert "leaves no weight in parts" in whole.why_not(name)
+        assert "shards no weight" in whole.why_not(name)
         parts = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.fsdp("data"))
-        assert parts.chosen.name == name and "has weights in parts" in parts.why_not("DP 8")
+        assert parts.chosen.name == name and "kept= shards weights over" in parts.why_not("DP 8")
 
     def test_used(self):
         rule = mylib.rules.by_path({"layers.0.weight": mylib.rules.where_present(P("model"))})
@@ -457,6 +496,9 @@ class TestRefuses:
             modelled(STEP, *MLP, machine=8)
         with pytest.raises(TypeError, match="compile=-1: write a number of at least 0"):
             modelled(STEP, *MLP, compile=-1)
+        for wrong in (0,), (2.0,), ("2",), (True,), 4, "12":
+            with pytest.raises(TypeError, match="micro_batches=.*: write numbers of at least 1"):
+                modelled(lambda n: STEP, *MLP, micro_batches=wrong)
         with pytest.raises(
             ValueError, match="measure=2 runs compiled candidates, and with compile=0"
         ):

@@ -167,7 +167,7 @@ def test_grad(mesh):
 ODD = [
     pytest.param({"w": np.zeros((8, 3), np.float32)}, P(), "float32[8, 3]", id="shape"),
     pytest.param({"w": np.zeros((8, 2), np.int32)}, P(), "int32[8, 2]", id="dtype"),
-    pytest.param({"w": np.zeros((8, 2), np.float32)}, P("model"), "'model',)", id="spec"),
+    pytest.param({"w": np.zeros((8, 2), np.float32)}, P("model"), "'model')", id="spec"),
     pytest.param({"v": np.zeros((8, 2), np.float32)}, P(), "nothing of that name", id="structure"),
     pytest.param({"w": np.full((8, 2), -0.0, np.float32)}, P(), "checksum", id="sign of zero"),
     pytest.param({"w": np.eye(8, 2, dtype=np.float32)}, P(), "checksum", id="numbers"),
@@ -188,7 +188,7 @@ def test_an_odd_process_is_named_by_all(mesh, processes, verb, odd, spec, told):
     assert others in text and f"process {processes - 1}: " in text
     assert "check=False" in text
     # The other leaves are none of those that differ, unless they are placed otherwise.
-    assert ("['nan']" in text) == (told == "'model',)")
+    assert ("['nan']" in text) == (told == "'model')")
     # Nothing is left behind that would confuse the next call.
     assert_placed(verb(usual, P(), mesh=mesh), P(), mesh=mesh)
 

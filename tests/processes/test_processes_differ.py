@@ -41,7 +41,7 @@ def _place(x, mesh: Mesh, spec: P):
 ODD_TREES = [
     pytest.param({"w": ((8, 3), np.float32, P())}, "float32[8, 3]", id="shape"),
     pytest.param({"w": ((8, 2), np.int32, P())}, "int32[8, 2]", id="dtype"),
-    pytest.param({"w": ((8, 2), np.float32, P("model"))}, "'model',)", id="spec"),
+    pytest.param({"w": ((8, 2), np.float32, P("model"))}, "'model')", id="spec"),
     pytest.param({"v": ((8, 2), np.float32, P())}, "no array of that name", id="name"),
     pytest.param({}, "no array of that name", id="no array"),
 ]
@@ -178,7 +178,7 @@ def test_a_fault_of_an_argument_in_one_process(mesh):
 def test_who_found_a_fault(mesh):
     spec = P("dta" if jax.process_index() == 1 else "data")
     text = _fails(mylib.PlacementError, mylib.filter_shard, {"w": np.ones(8)}, spec, mesh=mesh)
-    assert "asked for: P('dta',) over mesh ('data': 4, 'model': 2) (in process 1)" in text
+    assert "asked for: P('dta') over mesh ('data': 4, 'model': 2) (in process 1)" in text
     # What all have found is nobody's.
     text = _fails(mylib.PlacementError, mylib.filter_shard, {"w": np.ones(8)}, P("dta"), mesh=mesh)
     assert "(in process" not in text

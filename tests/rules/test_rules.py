@@ -237,7 +237,7 @@ class TestByPath:
         patterns = {"w": P("data"), "*": P("model"), "b": P("model")}
         found = fault(tree, by_path(patterns))
         assert (found.path, found.shape) == ("['w']", (8, 8))
-        assert found.request == f"by_path: 'w' says {P('data')}, '*' says {P('model')}"
+        assert found.request == "by_path: 'w' gives P('data'), '*' gives P('model')"
         assert found.reason == "these patterns all match, and disagree"
         assert "ordered=True" in found.fix
         in_order = specs(tree, by_path(patterns, ordered=True))
@@ -322,7 +322,7 @@ class TestByPath:
 
     def test_what_is_not_a_placement_is_named(self):
         found = fault({"w": array(8)}, by_path({"w": "data"}))
-        assert found.fix == "write PartitionSpec('data')"
+        assert found.fix == "write P('data')"
 
 
 class TestSimple:
@@ -438,7 +438,7 @@ class TestSimple:
         rule = where_even(by_path({"w": P("data", "model"), "b": P(("data", "model"))}))
         tree = {"w": array(6, 8), "b": array(8)}
         assert specs(tree, rule) == {"['w']": P(None, "model"), "['b']": P(("data", "model"))}
-        assert "; whole, as 4 does not divide 6" in rule.why(leaf(6, 8, path="w"))
+        assert "; not sharded, as 4 does not divide 6" in rule.why(leaf(6, 8, path="w"))
         assert "whole" not in rule.why(leaf(8, path="b"))
 
     def test_where_even_forgives_nothing_else(self):
@@ -690,7 +690,7 @@ class TestComposition:
         tree = {"w": array(8, 8)}
         first = by_path({"w": P("data")})
         for second, told in [
-            (lambda leaf: "model", "can't shard what another rule leaves whole"),
+            (lambda leaf: "model", "can't shard what another rule leaves unsharded"),
             (lambda leaf: NamedSharding(MESH, P(None, "model")), "can't shard what another"),
             (lambda leaf: P(None, None, "model"), "has 3 entries, for an array of rank 2"),
             (fsdp("dta"), "no axis 'dta'"),

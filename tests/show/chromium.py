@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 THEMES = {"light": "background: #fff; color: #1f1f1f", "dark": "background: #111; color: #ddd"}
-WIDTHS = (390, 1280)
+WIDTHS = (390, 800, 1280)
 # Of JupyterLab, whose tables look different.
 _JUPYTER = """
 .notebook table { border-collapse: collapse; border: none; font-size: 12px; table-layout: fixed; }

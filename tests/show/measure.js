@@ -31,6 +31,23 @@ function isText(element) {
   return [...element.childNodes].some((x) => x.nodeType === Node.TEXT_NODE && x.textContent.trim());
 }
 
+// The words of an element that are on two lines.
+function brokenIn(element) {
+  const document = element.ownerDocument;
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  const found = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    for (const word of node.textContent.matchAll(/\S+/g)) {
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const lines = new Set([...range.getClientRects()].map((x) => Math.round(x.top)));
+      if (lines.size > 1) found.push(word[0]);
+    }
+  }
+  return found;
+}
+
 function measured(frame) {
   const { contentDocument: page, contentWindow: view } = frame;
   const elements = [...page.querySelectorAll(".mylib-show *")].filter((x) => x.getClientRects().length);
@@ -45,6 +62,8 @@ function measured(frame) {
     cramped: names.filter((x) => x.getBBox().width > x.previousElementSibling.getBBox().width).map(describe),
     tiny: texts.filter((x) => x.getBoundingClientRect().height < 8).map(describe),
     faint: texts.filter((x) => contrastOf(x, view) < 4.5).map(describe),
+    // Words of tables that are broken, which only narrow pages may.
+    broken: view.innerWidth < 720 ? [] : [...page.querySelectorAll(".mylib-show td")].flatMap(brokenIn),
     texts: texts.length,
   };
 }

@@ -46,6 +46,10 @@ def test_nothing_scrolls_sideways(measured):
     assert faults(measured, "wide") == {}
 
 
+def test_words_are_not_broken(measured):
+    assert faults(measured, "broken") == {}
+
+
 def test_texts_fit_into_their_cells(measured):
     assert faults(measured, "cramped") == {}
 
@@ -58,10 +62,14 @@ def test_texts_can_be_read(measured):
 def test_faults_are_found(browser):
     """Of a page that is too wide and too faint."""
     html = '<div class="mylib-show"><p style="width: 600px; color: #ccc">words</p></div>'
+    cell = '<td style="max-width: 3em; overflow-wrap: anywhere">unbreakable short</td>'
+    cell = f'<div class="mylib-show"><table><tr>{cell}</tr></table></div>'
     frames = [
         chromium.frame("wide", html, "light", 390),
         chromium.frame("fits", html, "light", 800),
+        chromium.frame("cell", cell, "light", 800),
     ]
     found = json.loads(chromium.measure(browser, frames))
     assert found["wide"]["scrolls"] > 0 and found["wide"]["wide"] == ["P words"]
     assert found["fits"]["scrolls"] == 0 and found["fits"]["faint"] == ["P words"]
+    assert found["cell"]["broken"] == ["unbreakable"]

@@ -60,7 +60,10 @@ class TestRows:
             ),
             (by_path({"v": P()}) | replicated(), "replicated()"),
             (by_axes({}) | replicated(), "replicated()"),
-            (where_even(by_path({"w": P("data")})), "pattern 'w'; whole, as 4 does not divide 6"),
+            (
+                where_even(by_path({"w": P("data")})),
+                "pattern 'w'; not sharded, as 4 does not divide 6",
+            ),
             (lambda leaf: P(), "TestRows.<lambda>"),
             (lambda leaf: replicated(), "replicated()"),
         ],

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from notebook_pages import of_ones
 
 import mylib
+from mylib._show.text import columns, wrapped
 from mylib.rules import fsdp
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -72,19 +73,35 @@ class TestTable:
         assert says(
             mylib.show(tree),
             """
-            array  shape  dtype    spec                 state      bytes  per device
-            ['a']  (8,)   float32  P('data') on mesh 1  committed  32 B   8 B
-            ['b']  (8,)   float32  P('data') on mesh 2  committed  32 B   8 B
+            array  spec                 bytes  per device
+            ['a']  P('data') on mesh 1  32 B   8 B
+            ['b']  P('data') on mesh 2  32 B   8 B
 
             2 arrays, 64 B; 16 B on each of 8 devices
             mesh 1 ('data': 4, 'model': 2), Auto axes: cpu 0-7
             mesh 2 ('data': 4, 'model': 2), Explicit axes: cpu 0-7
+            all of them: shape (8,), dtype float32, state committed
             """,
         )
 
     def test_layers_on_other_meshes_do_not_share_a_line(self):
         lines = str(mylib.show([put(8, P("data")), put(8, P("data"), EXPLICIT)])).splitlines()
         assert [line.split("  ")[0] for line in lines[1:3]] == ["[0]", "[1]"]
+
+    def test_columns_in_which_all_are_alike_are_one_line(self):
+        tree = [put(8, P("data")), put(4, P("data")), put(4, P("data"))]
+        assert says(
+            mylib.show(tree),
+            """
+            array  shape  bytes     per device
+            [0]    (8,)   32 B      8 B
+            [*]    (4,)   2 x 16 B  2 x 4 B
+
+            3 arrays, 64 B; 16 B on each of 8 devices
+            mesh ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            all of them: dtype float32, spec P('data'), state committed
+            """,
+        )
 
     def test_a_thousand_devices(self):
         mesh = AbstractMesh((128, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -145,11 +162,12 @@ class TestTable:
         assert says(
             mylib.explain(tree),
             """
-            array  shape   dtype    spec         bytes  per device  why
-            ['a']  (8, 4)  float32  P('data')    128 B  32 B        committed
-            ['b']  (2,)    float32  host memory  8 B                NumPy
+            array  shape   spec         bytes  per device  why
+            ['a']  (8, 4)  P('data')    128 B  32 B        committed
+            ['b']  (2,)    host memory  8 B                NumPy
 
             2 arrays, 136 B; 32 B on each of 8 devices
+            all of them: dtype float32
             """,
         )
 
@@ -222,7 +240,7 @@ class TestLeaves:
         jax.eval_shape(inside, put((8, 4), P("data"), mesh))
         (row,) = seen[0].rows
         typed, spec, held = {
-            MESH: ("float32[8,4]", "as its type says", 0),
+            MESH: ("float32[8,4]", "by its type", 0),
             EXPLICIT: ("float32[8@data,4]", "P('data', None)", 32),
         }[mesh]
         assert (row.state, row.why) == ("traced", f"traced as {typed}")
@@ -285,19 +303,20 @@ class TestMoves:
         assert says(
             mylib.show(before, after),
             """
-            array     shape   dtype    before               after                         what              received
-            ['b']     (8,)    float32  cpu 0                P() on mesh 1                 moved             224 B
-            ['host']  (4,)    float32  host memory          P('data') on mesh 1           moved             32 B
-            ['mesh']  (8,)    float32  P('data') on mesh 1  P('data') on mesh 2           another sharding
-            ['new']   (2,)    float32                       cpu 0                         new
-            ['same']  (8,)    float32  P() on mesh 1        P() on mesh 1
-            ['size']  (4,)    float32  cpu 0                cpu 0                         was float32 (8,)
-            ['w']     (8, 8)  float32  P('data') on mesh 1  P('model', 'data') on mesh 1  moved             192 B
-            ['old']   (2,)    float32  cpu 0                                              gone
+            array     shape   before               after                         what              received
+            ['b']     (8,)    cpu 0                P() on mesh 1                 moved             224 B
+            ['host']  (4,)    host memory          P('data') on mesh 1           moved             32 B
+            ['mesh']  (8,)    P('data') on mesh 1  P('data') on mesh 2           another sharding
+            ['new']   (2,)                         cpu 0                         new
+            ['same']  (8,)    P() on mesh 1        P() on mesh 1
+            ['size']  (4,)    cpu 0                cpu 0                         was float32 (8,)
+            ['w']     (8, 8)  P('data') on mesh 1  P('model', 'data') on mesh 1  moved             192 B
+            ['old']   (2,)    cpu 0                                              gone
 
             3 of 8 arrays moved; 448 B received, at most 68 B by one (cpu 1)
             mesh 1 ('data': 4, 'model': 2), Auto axes: cpu 0-7
             mesh 2 ('data': 4, 'model': 2), Explicit axes: cpu 0-7
+            all of them: dtype float32
             """,  # noqa: E501
         )
 
@@ -433,8 +452,9 @@ class TestTerminals:
     def test_wide_characters_are_aligned(self):
         """They take two columns, and combining ones none."""
         x = put((8, 4), P("data"))
-        lines = str(mylib.show({"weight": x, "e\u0301": x, "\u91cd\u307f": x})).splitlines()[1:4]
-        before = [line[: line.index("(8,")] for line in lines]
+        tree = {"weight": x, "e\u0301": x, "\u91cd\u307f": put((4, 4), P("data"))}
+        lines = str(mylib.show(tree)).splitlines()[1:4]
+        before = [line[: line.index("(")] for line in lines]
         wide = [sum(c > "\u3000" for c in text) - text.count("\u0301") for text in before]
         assert sorted(wide) == [-1, 0, 2]
         assert len({len(text) + extra for text, extra in zip(before, wide, strict=True)}) == 1
@@ -444,6 +464,15 @@ class TestTerminals:
         lines = str(mylib.show({"a": put((8, 4), P("data"))})).splitlines()
         assert lines[0] == "['a']" and all(len(line) <= 40 for line in lines[: lines.index("")])
         assert any("per device " in line for line in lines)
+
+    def test_long_cells_and_notes_are_folded_between_words(self, monkeypatch):
+        self.stdout(monkeypatch, 50)
+        why = "as each of these dimensions is divided by what of the others is left"
+        table = [("array", "times", "why"), ("first", "2", why), ("second", "3", "short")]
+        lines = columns(table)
+        assert all(len(line) <= 50 for line in lines) and lines[0] == "first"
+        assert " ".join(" ".join(lines).split()) == f"first times 2 {why} second times 3 short"
+        assert wrapped([f"  {why}"]) == [f"  {why[:46]}", f"    {why[47:]}"]
 
     def test_a_wide_one_has_the_table(self, monkeypatch):
         self.stdout(monkeypatch, 200)

@@ -141,7 +141,7 @@ def auto(call):
     return with_auto_axes
 
 
-def say_it(call):
+def specify(call):
     del call
     return lambda layer, state, ids: (
         layer.weight.at[ids].get(out_sharding=P("data")),
@@ -153,7 +153,7 @@ def say_it(call):
 FIXES = {
     "gather": (gather, "data"),
     "auto": (auto, "data"),
-    "say it": (say_it, "data"),
+    "specify": (specify, "data"),
     "all axes": (lambda call: call, AXES),
 }
 
@@ -289,7 +289,7 @@ def test_explicit_axes_and_sharded_weights(name):
     '`BatchNorm`, `mode="ema"`-auto',
     "`BatchNorm` in inference-gather",
     "`Embedding`-auto",
-    "`Embedding`-say it",
+    "`Embedding`-specify",
     "`Conv2d`-gather",
     rest="thorough",
 )
