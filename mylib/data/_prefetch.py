@@ -25,9 +25,9 @@ class Prefetch(Iterator[Any]):
     !!! Example
 
         ```python
-        mesh = mylib.make_mesh(data=8)
-        loader = [np.full((16, 4), i, np.float32) for i in range(3)]
-        with mylib.data.prefetch(loader, P("data"), mesh=mesh) as batches:
+        mesh = mylib.make_mesh(rows=8)
+        arrays = [np.full((16, 4), i, np.float32) for i in range(3)]
+        with mylib.data.prefetch(arrays, P("rows"), mesh=mesh) as batches:
             assert len(batches) == 3
             total = sum(float(batch.sum()) for batch in batches)
         ```

@@ -23,8 +23,8 @@ class Timing:
     !!! Example
 
         ```python
-        mesh = mylib.make_mesh(data=8)
-        with mylib.data.prefetch([np.ones(8)] * 3, P("data"), mesh=mesh) as batches:
+        mesh = mylib.make_mesh(rows=8)
+        with mylib.data.prefetch([np.ones(8)] * 3, P("rows"), mesh=mesh) as batches:
             for batch in batches:
                 print(batches.timing)
         ```

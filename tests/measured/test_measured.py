@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -250,10 +251,11 @@ def test_folders(mlp, tmp_path):
 
 def test_calls_that_are_cut_off(tmp_path):
     """The trace begins while a call runs."""
-    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.2)
+    compiled, *arguments = profiled.sleeping(ONE, 5, "data", 0.8)
     report = mylib.audit(compiled)
     jax.block_until_ready(compiled(*arguments))
     compiled(*arguments)
+    time.sleep(0.3)  # it has begun, also on a busy machine
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(compiled(*arguments))
     measured = report.measured(tmp_path)

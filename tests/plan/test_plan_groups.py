@@ -219,7 +219,7 @@ def test_kernels_and_shard_map_are_refused_by_name(call, name):
         y = jax.vmap(model)(x)
         return jnp.mean(call(jax.lax.stop_gradient(y)) * y)
 
-    told = rf"how these may be split: {name} \(.*test_plan_groups.py.*replace kernels by plain JAX"
+    told = rf"how these may be split: {name} \(.*test_plan_groups.py.*write the step without them"
     with pytest.raises(PlanError, match=told):
         traced(steps.mlp, steps.ROWS, loss)
 
