@@ -142,6 +142,10 @@ def test_steps_on_machines(name, strategy, machine):
     values, wanted = on_one_device(name, strategy)
     mesh = machine.mesh(**program(name).STRATEGIES[strategy].axes)
     made = steps.compiled(name, strategy, mesh)
+    if (name, strategy, machine.chip.platform) in UNREAD:
+        with pytest.raises(mylib.AuditError, match="reads padding"):
+            run_here(made, values)
+        return
     if (name, strategy, machine.chip.platform) in WRONG:
         # Once these are right, xla_gpu_copy.md may go.
         assert largest(run_here(made, values), wanted) > 100 * ROUNDING
@@ -162,6 +166,10 @@ WRONG = {
     ("experts", "experts", "gpu"),
     ("experts", "experts, FSDP", "gpu"),
 }
+
+
+# A bitcast from a layout without tiles to one with tiles: where its numbers are isn't known.
+UNREAD = {("llama", "tensor parallel", "tpu"), ("llama", "FSDP, tensor parallel", "tpu")}
 
 
 def with_copies(made, values):
