@@ -25,6 +25,9 @@ class KnownFault:
     versions: tuple[str, ...]
     has: Callable[[Any], bool]
 
+    def __str__(self) -> str:
+        return f"{self.what} ({self.told})"
+
     def is_on(self, platform: str) -> bool:
         return platform in self.platforms and (not self.versions or VERSION in self.versions)
 

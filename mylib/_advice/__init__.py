@@ -8,6 +8,7 @@ from .captured import (
 )
 from .donation import about_not_taken as about_not_taken, about_spared as about_spared
 from .gathered import about_gathered as about_gathered
+from .misread import about_misread as about_misread
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers
 from .order import about_order as about_order

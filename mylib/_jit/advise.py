@@ -1,6 +1,9 @@
 """Warnings about a function, its variants and its programs."""
 
+import os
 from functools import partial
+
+import jax
 
 from .._advice import (
     ChangingNumbers,
@@ -8,11 +11,12 @@ from .._advice import (
     NewProgram,
     about_arrivals,
     about_gathered,
+    about_misread,
     about_order,
     about_pieces,
     about_replicated,
 )
-from .._tree import Outline
+from .._tree import Arrays, Outline
 from .inputs import Inputs
 from .naming import leaves_of, names_of
 from .steps import Call, Step
@@ -49,9 +53,15 @@ class Advise(Step):
         if call.mode != "eager":
             return
         self._earlier.about_moved(name, given, returned, names)
+        about_misread(_platform_of(returned), os.environ.get("XLA_FLAGS", ""))
         if not call.is_ahead and not self._advice.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(call.variant.running.lowered, given)
             new = NewProgram(name, given, returned, names, call.outline.count, program)
             looks = about_replicated, about_gathered, about_pieces
             self._advice.is_replicated_told = any(look(new) for look in looks)
+
+
+def _platform_of(arrays: Arrays) -> str:
+    placed = (x.sharding for x in arrays if isinstance(x, jax.Array))
+    return next((next(iter(at.device_set)).platform for at in placed), "")

@@ -1,0 +1,15 @@
+"""Warns of a compiler for GPUs that may read operands of products in the wrong order."""
+
+from functools import cache
+
+from .._errors import MylibWarning, warn
+from .._known_faults import MISREAD
+
+_OFF = "xla_gpu_experimental_gemm_fusion_v2=false"
+
+
+@cache
+def about_misread(platform: str, flags: str) -> None:
+    """Warns once in a process, unless `flags` turn off what is at fault."""
+    if MISREAD.is_on(platform) and _OFF not in flags.lower():
+        warn(f"this version of jaxlib can compute wrong numbers: {MISREAD}", MylibWarning)
