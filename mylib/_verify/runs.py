@@ -11,13 +11,23 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from .._compat import names
-from .._errors import PlacementWarning, ReplicaError, in_words, listed
+from .._errors import (
+    NotHereError,
+    PlacementError,
+    PlacementWarning,
+    ReplicaError,
+    in_words,
+    listed,
+)
+from .._interpreter import run_here
 from .._jit import filter_jit
 from .._known_faults import known_faults_in
+from .._lowered import Compiled
 from .._matrices import to_plain
-from .._placement import in_own_dtypes, no_mesh, on_one_device
+from .._placement import in_own_dtypes, is_here, no_mesh, on_one_device
 from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
@@ -59,7 +69,7 @@ class Verified:
 
     - `name`: the step's name.
     - `wide`: the results in float64; None if the step can't be traced in it, for the reason `why`.
-    - `own`: the results in the step's own dtypes.
+    - `own`: the results in the step's own dtypes; empty for a machine that you don't have.
     - `replicas`: copies that differ; empty if none do.
     - `line`: the first line whose values differ, and by how much; empty if that is unknown.
     - `known`: faults of compilers that are known, and that the step may have met.
@@ -100,7 +110,7 @@ class Verified:
                 for how, compared in rows
                 if compared
             ]
-            results = counted(len(self.own), "result")
+            results = counted(len(self.own or self.wide or ()), "result")
             text = f"{self.name} is the same step on one device: {results}"
             return f"{text}, which differ by at most {', '.join(sizes)}{self._unseen}"
         lines = [f"{self.name} differs from the same step on one device:"]
@@ -148,6 +158,9 @@ def verify(
     - `high`: random integers are below it, such as the size of a vocabulary.
     - `seed`: of the random numbers.
 
+    If the step is for the mesh of a machine that you don't have (`mylib.machines`), its compiled
+    program is computed by [`mylib.testing.run_here`][], in float64 only.
+
     In float64 the arguments are float64, and `dtype=`, `reduce_dtype=` and `send_dtype=` of
     `fully_shard` are ignored; casts in the step stay.
 
@@ -178,8 +191,17 @@ def verify(
     """
     args = filled(args, high, seed)
     runs = _Runs(step, reference, args)
-    traced = runs.traced(wide=False)
-    own = runs.judged(traced)
+    try:
+        traced = runs.traced(wide=False)
+        own = runs.judged(traced)
+    except (NotHereError, PlacementError):
+        compiled = runs.compiled_elsewhere()
+        if compiled is None:
+            raise
+        report = runs.judged_elsewhere(compiled)
+        if report.differs:
+            raise VerifyError(report) from None
+        return report
     wide, why = None, ""
     try:
         traced_wide = runs.traced(wide=True)
@@ -204,11 +226,11 @@ class _Flat:
     """
 
     def __init__(self, fun: Callable[..., Any], outline: Outline):
-        self._fun, self._outline = fun, outline
+        self.fun, self._outline = fun, outline
         self.names: list[str] = []
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        result = to_plain(self._fun(*self._outline.fill(arrays)))
+        result = to_plain(self.fun(*self._outline.fill(arrays)))
         leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
         self.names = [jtu.keystr(path) or "the result" for path, _ in leaves]
         return [x for _, x in leaves]
@@ -261,15 +283,38 @@ class _Runs:
 
     def judged(self, traced: _BothTraced) -> tuple[Compared, ...]:
         """The results compared."""
-        wide, eps, args = traced.wide, traced.eps, traced.alone.args
-        with _as_is(wide):
+        with _as_is(traced.wide):
             # Copies: the step may donate them.
-            self._results = self._step(self._placed(wide))
+            self._results = self._step(self._placed(traced.wide))
             got = list(map(_read, self._results))
-        names = list(self._step.names)
+        return self._compared(self._step.names, got, traced)
+
+    def compiled_elsewhere(self) -> Any:
+        """The step compiled for a machine that isn't here; None if it is."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._arrays]
+        step: Any = self._step.fun
+        compiled = step.lower(*self._outline.fill(shapes)).compile()
+        return None if all(map(is_here, _places(compiled))) else compiled
+
+    def judged_elsewhere(self, compiled: Any) -> "Verified":
+        """The results of a compiled program, without roundings, beside those of one device."""
+        program = _Flat(partial(run_here, compiled), self._outline)
+        got = list(map(np.asarray, program(self._arrays)))
+        alone, run = self._traced_alone(wide=True)
+        # Compilers fold constants in float32.
+        eps = float(jnp.finfo(jnp.float32).eps)
+        wide = self._compared(program.names, got, _BothTraced(alone, alone, run, True, eps))
+        platform = next(iter(_places(compiled)[0].device_set)).platform
+        return Verified(self.name, wide, (), known=tuple(known_faults_in(alone.program, platform)))
+
+    def _compared(
+        self, names: Sequence[str], got: Sequence[np.ndarray], traced: _BothTraced
+    ) -> tuple[Compared, ...]:
+        """The results beside those of the reference."""
+        args, eps = traced.alone.args, traced.eps
         random = np.random.default_rng(0)
         compared: list[Compared] = []
-        with _one_device(wide):
+        with _one_device(traced.wide):
             wanted, shaken = list(map(_read, traced.run(args))), []
             if self._alone.names != names:
                 raise TypeError(
@@ -330,6 +375,12 @@ def _one_device(wide: bool) -> Iterator[None]:
     device = jax.default_device(jax.local_devices()[0])
     with _as_is(wide), no_mesh(), on_one_device(True), device:
         yield
+
+
+def _places(compiled: Any) -> list[Any]:
+    inner = compiled.compiled if isinstance(compiled, Compiled) else compiled
+    places = jtu.tree_leaves((inner.input_shardings, inner.output_shardings))
+    return [x for x in places if not isinstance(getattr(x, "mesh", None), AbstractMesh)]
 
 
 _NEEDS_REFERENCE = (

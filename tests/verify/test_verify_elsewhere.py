@@ -1,0 +1,52 @@
+"""`verify` of a step for a machine that isn't here: its compiled program is computed in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
+
+import mylib
+from mylib._known_faults import MISREAD
+from mylib.rules import fsdp
+from mylib.testing import VerifyError, verify
+
+pytestmark = pytest.mark.compilers
+
+
+@pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+def test_a_step_of_fsdp(machine):
+    mesh, kept = machine.mesh(data=-1), fsdp("data", min_size=64)
+
+    def gradients(model, x):
+        def loss(model):
+            model = mylib.fully_shard(model, eqx.nn.Linear, kept, mesh=mesh)
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        return eqx.filter_value_and_grad(loss)(model)
+
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 16, 16, 64, 2, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+    step = mylib.filter_jit(gradients, in_shardings=(kept, P("data")), mesh=mesh)
+    report = verify(step, model, x)
+    assert not report.own and max(r.difference for r in report.wide) < 1e-7
+    with pytest.raises(VerifyError, match="float64, by|by .* of"):
+        verify(step, model, x, reference=lambda model, x: gradients(model, x[:16]))
+
+
+@pytest.mark.skipif(
+    not MISREAD.is_on("gpu"), reason="this version of jaxlib doesn't have the fault"
+)
+@pytest.mark.compiles_for("h100 x 8")
+def test_a_copy_that_xla_loses(machine):
+    """Of tests/interpreter/xla_gpu_copy.md."""
+
+    @mylib.filter_jit(in_shardings=P(), mesh=machine.mesh(data=-1))
+    def product(x, scale, weight):
+        sums = with_layout_constraint(x.sum(1), Layout((1, 0)))
+        return (sums * scale) @ weight.T
+
+    shapes = (4, 16, 32), (32,), (4, 32)
+    with pytest.raises(VerifyError, match="a known fault: XLA may read an operand"):
+        verify(product, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes))
