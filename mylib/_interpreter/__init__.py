@@ -1,3 +1,3 @@
 """Compiled programs of machines that are not here, computed in NumPy."""
 
-from .run_here import run_here as run_here
+from .here import run_here as run_here

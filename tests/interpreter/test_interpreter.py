@@ -17,7 +17,7 @@ from mylib._audit.opcodes import OPCODES
 from mylib._compat import text_with_constants
 from mylib._interpreter.interpreter import RULES, Interpreter
 from mylib._interpreter.layouts import bitcast
-from mylib._interpreter.run_here import run_text
+from mylib._interpreter.here import run_text
 from mylib.testing import run_here
 
 CASES = [(name, strategy) for name in TRAINED for strategy in program(name).STRATEGIES]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._interpreter.run_here import run_text
+from mylib._interpreter.here import run_text
 from mylib.testing import run_here
 
 TEXTS = Path(__file__).parent.parent / "audit" / "texts"
