@@ -60,6 +60,12 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 
 def explain(error: Exception, call: Call) -> None:
     """Replaces a call's error with a clearer one, or adds a note."""
+    # Most programs have no kernels, and raise nothing.
+    from .._kernels import raised_in_compiler
+
+    original = raised_in_compiler(str(error))
+    if original is not None and original is not error:
+        raise original from None
     text = all_words(error)
     readable = readable_error(text, call.wrapped.id)
     if readable is not None:

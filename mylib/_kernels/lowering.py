@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -95,11 +96,12 @@ class _KernelCall:
         """The same for the compiler, of whose errors only the text is left. Callbacks of what it is
         given are lost, and the process would crash.
         """
-        with _WithNote(self._note(parts), in_text=True):
-            program = jax.make_jaxpr(self.on_parts)(*parts)
-        if any(x.primitive.name in names.CALLBACKS for x in all_equations(program)):
-            where = "with a callback on Auto axes"
-            raise PlacementError([_unknown(self, mesh, where)])
+        with _Remembered():
+            with _WithNote(self._note(parts), in_text=True):
+                program = jax.make_jaxpr(self.on_parts)(*parts)
+            if any(x.primitive.name in names.CALLBACKS for x in all_equations(program)):
+                where = "with a callback on Auto axes"
+                raise PlacementError([_unknown(self, mesh, where)])
         return jaxpr_as_fun(program)(*parts)
 
     def _note(self, parts: Sequence[Any]) -> str:
@@ -124,6 +126,26 @@ class _WithNote:
             raise RuntimeError(f"{error}\n{self._note}") from error
         if error is not None:
             error.add_note(self._note)
+
+
+# The latest errors that were raised in a compiler, of which JAX keeps the text alone.
+_RAISED = deque[BaseException](maxlen=8)
+
+
+class _Remembered:
+    """Remembers what is raised inside, where a compiler calls."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None:
+            _RAISED.append(error)
+
+
+def raised_in_compiler(text: str) -> BaseException | None:
+    """The error of ours that a compiler's error tells of."""
+    return next((error for error in reversed(_RAISED) if str(error) in text), None)
 
 
 def _known(
@@ -187,7 +209,8 @@ def _partitioned(call: _KernelCall, on: AbstractMesh) -> Run:
 
     def partition(mesh: Any, args: Sequence[Any], result: Sequence[Any]) -> Any:
         _enter_x64(wide)
-        shardings = _shardings(call, mesh, args, result)
+        with _Remembered():
+            shardings = _shardings(call, mesh, args, result)
         return mesh, lambda *parts: call.asked(on, parts), *shardings
 
     def run(*operands: Any) -> Any:

@@ -109,9 +109,8 @@ def opaque(
     with either calls a kernel that isn't opaque.
 
     [`mylib.PlacementError`][], naming the operands, if an axis splits a dimension that is whole or
-    that it doesn't divide, and if `axes` is needed, as it also is for callbacks on Auto axes. On
-    Auto axes of CPUs and GPUs the compiler raises it, as a `jax.errors.JaxRuntimeError` with the
-    same text.
+    that it doesn't divide, and if `axes` is needed, as it also is for callbacks on Auto axes. In
+    `jax.jit` on Auto axes of CPUs and GPUs it is a `jax.errors.JaxRuntimeError` with the same text.
 
     !!! Example
 

@@ -15,9 +15,9 @@ import mylib
 from mylib._audit import HloModule, arrays_of
 from mylib._audit.opcodes import OPCODES
 from mylib._compat import text_with_constants
+from mylib._interpreter.here import run_text
 from mylib._interpreter.interpreter import RULES, Interpreter
 from mylib._interpreter.layouts import bitcast
-from mylib._interpreter.here import run_text
 from mylib.testing import run_here
 
 CASES = [(name, strategy) for name in TRAINED for strategy in program(name).STRATEGIES]

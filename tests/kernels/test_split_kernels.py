@@ -370,6 +370,10 @@ class TestErrors:
             args = placed(mesh, P("data", "model"), x), placed(mesh, P("data"), *arrays[1:])
             with pytest.raises(jax.errors.JaxRuntimeError, match=f"(?s){told}"):
                 jax.jit(f)(*args[0], *args[1])
+            # `filter_jit` has the error itself.
+            kind = RuntimeError if f.__wrapped__ is tiled else mylib.PlacementError
+            with pytest.raises(kind, match=f"(?s)^[^/]*{told}"):
+                mylib.filter_jit(f)(*args[0], *args[1])
 
     def test_axes_are_checked(self):
         (x,) = placed(mesh_of(), P("data"), Q[:, :, 0, 0])
