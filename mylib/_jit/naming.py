@@ -63,10 +63,10 @@ def explain(error: Exception, call: Call) -> None:
     # Most programs have no kernels, and raise nothing.
     from .._kernels import raised_in_compiler
 
-    original = raised_in_compiler(str(error))
+    text = all_words(error)
+    original = raised_in_compiler(text)
     if original is not None and original is not error:
         raise original from None
-    text = all_words(error)
     readable = readable_error(text, call.wrapped.id)
     if readable is not None:
         raise readable from None

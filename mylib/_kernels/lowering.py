@@ -144,8 +144,9 @@ class _Remembered:
 
 
 def raised_in_compiler(text: str) -> BaseException | None:
-    """The error of ours that a compiler's error tells of."""
-    return next((error for error in reversed(_RAISED) if str(error) in text), None)
+    """The error that a compiler's error tells of, in a text without its line breaks."""
+    told = (error for error in reversed(_RAISED) if str(error).replace("\n", " ") in text)
+    return next(told, None)
 
 
 def _known(
