@@ -63,9 +63,9 @@ OFFLOADED = KnownFault(
 )
 # On an H100, with the pass that is on by default in these versions; the text of an issue is in
 # tests/interpreter/xla_gpu_copy.md. An equation doesn't say whether its operand is copied.
+MISREAD_OFF = "xla_gpu_experimental_gemm_fusion_v2=false"
 MISREAD = KnownFault(
-    "XLA may read an operand of a product in the wrong order; "
-    "XLA_FLAGS=--xla_gpu_experimental_gemm_fusion_v2=false avoids it",
+    f"XLA may read an operand of a product in the wrong order; XLA_FLAGS=--{MISREAD_OFF} avoids it",
     "the page Verify, Known faults of compilers",
     ("gpu",),
     ("0.12.0", "0.12.0.1"),

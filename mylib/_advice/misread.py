@@ -3,13 +3,11 @@
 from functools import cache
 
 from .._errors import MylibWarning, warn
-from .._known_faults import MISREAD
-
-_OFF = "xla_gpu_experimental_gemm_fusion_v2=false"
+from .._known_faults import MISREAD, MISREAD_OFF
 
 
 @cache
 def about_misread(platform: str, flags: str) -> None:
     """Warns once in a process, unless `flags` turn off what is at fault."""
-    if MISREAD.is_on(platform) and _OFF not in flags.lower():
+    if MISREAD.is_on(platform) and MISREAD_OFF not in flags.lower():
         warn(f"this version of jaxlib can compute wrong numbers: {MISREAD}", MylibWarning)

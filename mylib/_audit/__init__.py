@@ -22,7 +22,7 @@ from .hlo import (
     elements_of as elements_of,
 )
 from .links import Message as Message, seconds as seconds
-from .memory import memory_of as memory_of
+from .memory import compiled_for as compiled_for, memory_of as memory_of, places_of as places_of
 from .report import (
     Collective as Collective,
     Contract as Contract,

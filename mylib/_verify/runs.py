@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AbstractMesh
 
+from .._audit import compiled_for, places_of
 from .._compat import names
 from .._errors import (
     NotHereError,
@@ -294,7 +294,7 @@ class _Runs:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._arrays]
         step: Any = self._step.fun
         compiled = step.lower(*self._outline.fill(shapes)).compile()
-        return None if all(map(is_here, _places(compiled))) else compiled
+        return None if all(map(is_here, places_of(_by_jax(compiled)))) else compiled
 
     def judged_elsewhere(self, compiled: Any) -> "Verified":
         """The results of a compiled program, without roundings, beside those of one device."""
@@ -304,7 +304,7 @@ class _Runs:
         # Compilers fold constants in float32.
         eps = float(jnp.finfo(jnp.float32).eps)
         wide = self._compared(program.names, got, _BothTraced(alone, alone, run, True, eps))
-        platform = next(iter(_places(compiled)[0].device_set)).platform
+        platform, _ = compiled_for(_by_jax(compiled))
         return Verified(self.name, wide, (), known=tuple(known_faults_in(alone.program, platform)))
 
     def _compared(
@@ -377,10 +377,8 @@ def _one_device(wide: bool) -> Iterator[None]:
         yield
 
 
-def _places(compiled: Any) -> list[Any]:
-    inner = compiled.compiled if isinstance(compiled, Compiled) else compiled
-    places = jtu.tree_leaves((inner.input_shardings, inner.output_shardings))
-    return [x for x in places if not isinstance(getattr(x, "mesh", None), AbstractMesh)]
+def _by_jax(compiled: Any) -> jax.stages.Compiled:
+    return compiled.compiled if isinstance(compiled, Compiled) else compiled
 
 
 _NEEDS_REFERENCE = (
