@@ -13,15 +13,17 @@ from .layouts import bitcast, cannot, dtype_of, reinterpreted
 
 
 def numbers(text: str | None) -> list[int]:
+    """The whole numbers in a text, with signs, which windows and paddings have."""
     return [int(n) for n in re.findall(r"-?\d+", text or "")]
 
 
-def _dims(x: Instruction, name: str = "dimensions") -> Any:
-    return numbers(x.attributes.get(name))
+def _dims_if_any(x: Instruction, name: str) -> tuple[int, ...]:
+    """Of an attribute that is left out where it is empty."""
+    return tuple(numbers(x.attributes.get(name)))
 
 
 def _broadcast(run: Any, x: Instruction, a: Any) -> Any:
-    (array,), dims = x.arrays, _dims(x)
+    (array,), dims = x.arrays, x.dims()
     order = np.argsort(dims)
     a = a.transpose(0, *(1 + i for i in order))
     sizes = [1] * len(array.shape)
@@ -35,7 +37,7 @@ def _reshape(run: Any, x: Instruction, a: Any) -> Any:
 
 
 def _transpose(run: Any, x: Instruction, a: Any) -> Any:
-    return a.transpose(0, *(1 + d for d in _dims(x)))
+    return a.transpose(0, *(1 + d for d in x.dims()))
 
 
 def _bitcast(run: Any, x: Instruction, a: Any) -> Any:
@@ -48,23 +50,22 @@ def _bitcast_convert(run: Any, x: Instruction, a: Any) -> Any:
 
 def _iota(run: Any, x: Instruction) -> Any:
     (array,) = x.arrays
-    (d,) = numbers(x.attribute("iota_dimension"))
+    (d,) = x.dims("iota_dimension")
     sizes = [array.shape[d] if i == d else 1 for i in range(len(array.shape))]
     line = np.arange(array.shape[d]).astype(dtype_of(array)).reshape(sizes)
     return np.broadcast_to(line, (run.devices, *array.shape))
 
 
 def _slice(run: Any, x: Instruction, a: Any) -> Any:
-    parts = re.findall(r"[\d:]+", x.attribute("slice"))
-    return a[(slice(None), *(slice(*map(int, part.split(":"))) for part in parts))]
+    return a[(slice(None), *(slice(part.start, part.stop, part.step) for part in x.slices))]
 
 
 def _concatenate(run: Any, x: Instruction, *parts: Any) -> Any:
-    return np.concatenate(parts, 1 + _dims(x)[0])
+    return np.concatenate(parts, 1 + x.dims()[0])
 
 
 def _reverse(run: Any, x: Instruction, a: Any) -> Any:
-    return np.flip(a, tuple(1 + d for d in _dims(x)))
+    return np.flip(a, tuple(1 + d for d in x.dims()))
 
 
 def _pad(run: Any, x: Instruction, a: Any, value: Any) -> Any:
@@ -87,7 +88,7 @@ def _parts(a: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Iterator[Any]
 
 
 def _dynamic_slice(run: Any, x: Instruction, a: Any, *starts: Any) -> Any:
-    sizes = numbers(x.attribute("dynamic_slice_sizes"))
+    sizes = x.dims("dynamic_slice_sizes")
     return np.stack([a[part] for part in _parts(a, starts, sizes)])
 
 
@@ -108,8 +109,8 @@ def _gather(run: Any, x: Instruction, a: Any, indices: Any) -> Any:
         "offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
         "start_indices_batching_dims",
     )  # fmt: skip
-    dims = lax.GatherDimensionNumbers(*(tuple(_dims(x, name)) for name in names))
-    sizes = numbers(x.attribute("slice_sizes"))
+    dims = lax.GatherDimensionNumbers(*(_dims_if_any(x, name) for name in names))
+    sizes = x.dims("slice_sizes")
     of_device = lambda a, i: lax.gather(a, i, dims, sizes, mode="clip")  # noqa: E731
     return np.asarray(jax.vmap(of_device)(a, _index_last(indices, x)))
 
@@ -127,7 +128,7 @@ def _scatter(run: Any, x: Instruction, a: Any, indices: Any, *new: Any) -> Any:
         "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
         "input_batching_dims", "scatter_indices_batching_dims",
     )  # fmt: skip
-    dims = lax.ScatterDimensionNumbers(*(tuple(_dims(x, name)) for name in names))
+    dims = lax.ScatterDimensionNumbers(*(_dims_if_any(x, name) for name in names))
     result = operation(x.called)
     if result.opcode == "parameter" and int(result.rest) == 1:
         scatter = lax.scatter
