@@ -128,7 +128,7 @@ class _WithNote:
             error.add_note(self._note)
 
 
-# The latest errors that were raised in a compiler, of which JAX keeps the text alone.
+# The latest errors that were raised where a compiler calls. JAX keeps only their text.
 _RAISED = deque[BaseException](maxlen=8)
 
 

@@ -2,8 +2,8 @@
 
 On CPUs each operation is an event of a thread, with its program, its run and its device. GPUs and
 TPUs have a plane for each device. On GPUs each kernel is an event of a stream, with its program and
-its instruction. In a CUDA graph it has the graph in place of the instruction, of which it then has
-the name. Nothing says which call it is of, so calls are told apart by the program's order.
+its instruction. In a CUDA graph the graph stands in place of the instruction, and the kernel's name
+is the instruction's. Nothing records which call it is of: the program's order tells calls apart.
 
 TPUs are read by public descriptions, which is tested on no real trace: the line `XLA Modules` has
 the calls, and the operations are in `XLA Ops`, or in `Async XLA Ops` while they run beside others.
