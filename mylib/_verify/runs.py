@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -356,9 +357,29 @@ def _as_is(wide: bool) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", PlacementWarning)
         if wide:
-            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(_in_float64())
             stack.enter_context(in_own_dtypes(True))
         yield
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """In all threads. Python callbacks run in those of XLA, which `jax.enable_x64` doesn't reach:
+    there JAX would convert their arguments to float32, on a device that waits for the callback.
+    """
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(_is_wide).result()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        # This thread may have a setting of its own.
+        with jax.enable_x64(True):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _is_wide() -> bool:
+    return jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
 
 @contextmanager
