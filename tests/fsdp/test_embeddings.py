@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from close import assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
