@@ -226,7 +226,7 @@ class _Flat:
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         result = to_plain(self.fun(*self._outline.fill(arrays)))
-        leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
+        leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if _has_numbers(x)]
         self.names = [jtu.keystr(path) or "the result" for path, _ in leaves]
         return [x for _, x in leaves]
 
@@ -387,6 +387,11 @@ def _one_device(wide: bool) -> Iterator[None]:
     device = jax.default_device(jax.local_devices()[0])
     with _as_is(wide), no_mesh(), on_one_device(True), device:
         yield
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether it is an array; the gradient of integers is one of nothing."""
+    return is_array(x) and x.dtype != jax.dtypes.float0
 
 
 def _missing_device(program: Any) -> Any:

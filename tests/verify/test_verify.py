@@ -201,6 +201,14 @@ def test_a_callback():
     assert jnp.ones(1).dtype == jnp.float32
 
 
+def test_gradients_of_integers():
+    @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+    def step(x, counts):
+        return jax.grad(lambda x, n: jnp.sum(x * n), (0, 1), allow_int=True)(x, counts)
+
+    assert len(verify(step, jnp.ones((16, 8)), jnp.arange(16)[:, None]).own) == 1
+
+
 def test_numbers_that_one_device_has_not_either():
     @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
     def logs(x):
