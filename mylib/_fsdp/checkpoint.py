@@ -28,7 +28,7 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
-from .gather import gathered_in_8_bits_p
+from .gather import gathered_p
 from .offloading import checkpoint
 
 P = ParamSpec("P")
@@ -118,7 +118,7 @@ def _is_large_part(avals: Any, params: Any) -> bool:
 # rearranged.
 _IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(
-        names.ONLY_MOVED | {constrain_auto_p.name, gathered_in_8_bits_p.name},
+        names.ONLY_MOVED | {constrain_auto_p.name, gathered_p.name},
         lambda avals, params: True,
     ),
     names.RESHARD: _is_gathered,
@@ -183,8 +183,8 @@ def filter_checkpoint(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every argument that can't be placed according to
-    `in_shardings`. `RuntimeError` if `policy` offloads and the program is compiled for GPUs with a
-    jaxlib whose gradients would be wrong: 0.11.0.
+    `in_shardings`. `RuntimeError` if `policy` offloads on GPUs with a jaxlib whose gradients would
+    be wrong: 0.11.0.
 
     !!! Example
 
