@@ -38,9 +38,9 @@ class Route:
     send_dtype: Any = None
     lookups: bool = False
 
-    def without(self, removed: Sequence[Sequence[int]]) -> "Route":
-        """The route of slices of the weights, which lack these dimensions of each; of the weights
-        themselves if `removed` is empty.
+    def without(self, removed: Sequence[int]) -> "Route":
+        """The route of slices of the weights, which lack as many first dimensions of each; of the
+        weights themselves if `removed` is empty.
         """
         if not removed:
             return self
@@ -318,8 +318,7 @@ def _computable(target: Target) -> Target:
     return target
 
 
-def _without(target: Target | None, dims: Sequence[int]) -> Target | None:
+def _without(target: Target | None, count: int) -> Target | None:
     if not isinstance(target, NamedSharding):
         return target
-    entries = [x for dim, x in enumerate(target.spec.partitions) if dim not in dims]
-    return target.update(spec=target.spec.update(partitions=entries))
+    return target.update(spec=target.spec.update(partitions=target.spec.partitions[count:]))
