@@ -1,7 +1,7 @@
 """The state of `by_matrix`, and the transform's own state, which knows nothing of devices."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from .layout import GroupUpdate, Layout
 State = Any
 
 
-@jtu.register_pytree_with_keys_class
+@jtu.register_dataclass
 @dataclass(frozen=True)
 class MatrixState:
     """For each group, the arrays that depend on the matrix, stacked and sharded over their owners,
@@ -28,11 +28,7 @@ class MatrixState:
     stacks: tuple[tuple[Any, ...], ...]
     shared: tuple[tuple[Any, ...], ...]
     others: Any
-    layout: Layout
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
-        names = "stacks", "shared", "others"
-        return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
+    layout: Layout = field(metadata={"static": True})
 
     def on(self, shardings: Sequence[NamedSharding]) -> "MatrixState":
         """The state for weights that are kept at these shardings, without numbers."""
@@ -58,11 +54,6 @@ class MatrixState:
         """What `mylib.explain` prints below its table."""
         updates = self.layout.updates
         return [note_on(self.layout.groups, [x.work for x in updates])] if updates else []
-
-    @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> "MatrixState":
-        stacks, shared, others = children
-        return cls(stacks, shared, others, layout)
 
 
 def to_plain(state: State, /) -> State:
