@@ -27,12 +27,11 @@ from .._placement import (
 )
 from .._text import listed
 from .._tree import Arrays, Leaves, Outline, name_of, outlined, split
-from .checkpoint import Policy, recompute_resharded
+from .checkpoint import Policy, checkpoint, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
 from .gradient_dtype import call_with_sinks
 from .kernel_axes import LayerAxes
-from .offloading import checkpoint
 from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
 from .quantised import Scales, scales_of

@@ -758,7 +758,7 @@ class TestOffloadingIsWrong:
     @pytest.fixture(autouse=True)
     def wrong_version(self, monkeypatch):
         here = replace(OFFLOADED, versions=(metadata.version("jaxlib"),))
-        monkeypatch.setattr("mylib._fsdp.offloading.OFFLOADED", here)
+        monkeypatch.setattr("mylib._fsdp.checkpoint.OFFLOADED", here)
 
     @pytest.fixture
     def gpus(self, monkeypatch):
