@@ -124,9 +124,10 @@ def fully_shard(
     `used` splits over an axis over which `kept` splits none, layers that the model doesn't have or
     that lack a method, and layers of another call of `fully_shard`. It is also raised when a layer
     is called, if the layer is stacked and `kept` or `used` splits the dimension of the layers,
-    because each step of the loop would gather all of them; if an axis is Manual there; if the
-    layer's arrays have changed; and if its input can't be placed as `saved`, or `saved` names no
-    axis by which `used` splits weights.
+    because each step of the loop would gather all of them; if layers are stacked along other
+    dimensions than the first ones; if an axis is Manual there; if the layer's arrays have changed;
+    and if its input can't be placed as `saved`, or `saved` names no axis by which `used` splits
+    weights.
 
     !!! Example
 
