@@ -122,7 +122,7 @@ class _GroupStep:
         self, parts: Arrays, weights: Arrays, own: Values, shared: Values, has_params: bool
     ) -> tuple[Arrays, Arrays, Arrays]:
         group = self.group
-        dynamic, static = _split(self.extra)
+        dynamic, static = eqx.partition(self.extra, eqx.is_array)
 
         def on_device(
             parts: Arrays, weights: Arrays, own: Arrays, shared: Arrays, dynamic: Any
@@ -131,7 +131,8 @@ class _GroupStep:
             read = group.whole(weights) if weights else None
             if read is None and has_params:
                 read = jnp.zeros(whole.shape, whole.dtype)
-            step = lambda n: self.step(n, whole, read, own, shared, static(dynamic))  # noqa: E731
+            extra = eqx.combine(dynamic, static)
+            step = lambda n: self.step(n, whole, read, own, shared, extra)  # noqa: E731
             new, own, shared = self.for_owned(step, own)
             return group.parts(new), own, shared
 
@@ -180,8 +181,3 @@ class _GroupStep:
 
         head = None if read is None else read[:n]
         return jax.vmap(one, out_axes=(0, 0, None))(whole[:n], head, [x[:n] for x in own])
-
-
-def _split(extra: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
-    dynamic, static = eqx.partition(extra, eqx.is_array)
-    return dynamic, lambda dynamic: eqx.combine(dynamic, static)
