@@ -295,16 +295,16 @@ def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
 
 
 def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
-    """`jax.checkpoint`. With GPUs on which offloading is wrong, a policy may not offload."""
-    if policy is not None and OFFLOADED.is_on(jax.default_backend()):
+    """`jax.checkpoint`. Where offloading is wrong on GPUs, a policy may not offload there."""
+    if policy is not None and OFFLOADED.is_on("gpu"):
         policy = _Refusing(policy)
     return jax.checkpoint(run, policy=policy, **options)
 
 
 @dataclass(frozen=True)
 class _Refusing:
-    """A policy that raises an error once it offloads: JAX asks when a function is differentiated.
-    Equal by value, because JAX caches traces by policy.
+    """A policy that raises an error once it offloads, where there are GPUs: JAX asks when a
+    function is differentiated. Equal by value, because JAX caches traces by policy.
     """
 
     policy: Callable[..., Any]
@@ -312,7 +312,7 @@ class _Refusing:
     def __call__(self, *args: Any, **params: Any) -> Any:
         answer = self.policy(*args, **params)
         # Other answers are bools, or have no memory kind.
-        if hasattr(answer, "dst"):
+        if hasattr(answer, "dst") and jax.default_backend() == "gpu":
             raise RuntimeError(
                 "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On "
                 f"GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}, and gradients "
