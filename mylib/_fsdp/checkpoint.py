@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from .._compat import names
 from .._errors import Fault, because
 from .._jit import Function, Inputs
+from .._known_faults import OFFLOADED, VERSION
 from .._placement import (
     AnyMesh,
     Decision,
@@ -28,8 +29,7 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
-from .gather import gathered_in_8_bits_p
-from .offloading import checkpoint
+from .gather import gathered_p
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +118,7 @@ def _is_large_part(avals: Any, params: Any) -> bool:
 # rearranged.
 _IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(
-        names.ONLY_MOVED | {constrain_auto_p.name, gathered_in_8_bits_p.name},
+        names.ONLY_MOVED | {constrain_auto_p.name, gathered_p.name},
         lambda avals, params: True,
     ),
     names.RESHARD: _is_gathered,
@@ -183,8 +183,8 @@ def filter_checkpoint(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every argument that can't be placed according to
-    `in_shardings`. `RuntimeError` if `policy` offloads and the program is compiled for GPUs with a
-    jaxlib whose gradients would be wrong: 0.11.0.
+    `in_shardings`. `RuntimeError` if `policy` offloads on GPUs with a jaxlib whose gradients would
+    be wrong: 0.11.0.
 
     !!! Example
 
@@ -292,3 +292,30 @@ def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
         return False
     now, explicit = jax.typeof(x).sharding, mesh_in_force(sharding.mesh, world).explicit_axes
     return entries_over(now.spec, explicit) != entries_over(sharding.spec, explicit)
+
+
+def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint`. Where offloading is wrong on GPUs, a policy may not offload there."""
+    if policy is not None and OFFLOADED.is_on("gpu"):
+        policy = _Refusing(policy)
+    return jax.checkpoint(run, policy=policy, **options)
+
+
+@dataclass(frozen=True)
+class _Refusing:
+    """A policy that raises an error once it offloads, where there are GPUs: JAX asks when a
+    function is differentiated. Equal by value, because JAX caches traces by policy.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        answer = self.policy(*args, **params)
+        # Other answers are bools, or have no memory kind.
+        if hasattr(answer, "dst") and jax.default_backend() == "gpu":
+            raise RuntimeError(
+                "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On "
+                f"GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}, and gradients "
+                "would be wrong. Use another version of jaxlib, or a policy that doesn't offload"
+            )
+        return answer
