@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from .._compat import names
 from .._errors import Fault, because
 from .._jit import Function, Inputs
-from .._known_faults import OFFLOADED, VERSION
 from .._placement import (
     AnyMesh,
     Decision,
@@ -183,8 +182,7 @@ def filter_checkpoint(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every argument that can't be placed according to
-    `in_shardings`. `RuntimeError` if `policy` offloads on GPUs with a jaxlib whose gradients would
-    be wrong: 0.11.0.
+    `in_shardings`.
 
     !!! Example
 
@@ -241,7 +239,7 @@ class _Checkpointed(eqx.Module):
             args, kwargs = self._placed_arguments(*outline.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
-        run = checkpoint(call, self.policy, prevent_cse=self.prevent_cse)
+        run = jax.checkpoint(call, policy=self.policy, prevent_cse=self.prevent_cse)
         return run(arrays).tree()
 
     def _placed_arguments(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
@@ -292,30 +290,3 @@ def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
         return False
     now, explicit = jax.typeof(x).sharding, mesh_in_force(sharding.mesh, world).explicit_axes
     return entries_over(now.spec, explicit) != entries_over(sharding.spec, explicit)
-
-
-def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
-    """`jax.checkpoint`. Where offloading is wrong on GPUs, a policy may not offload there."""
-    if policy is not None and OFFLOADED.is_on("gpu"):
-        policy = _Refusing(policy)
-    return jax.checkpoint(run, policy=policy, **options)
-
-
-@dataclass(frozen=True)
-class _Refusing:
-    """A policy that raises an error once it offloads, where there are GPUs: JAX asks when a
-    function is differentiated. Equal by value, because JAX caches traces by policy.
-    """
-
-    policy: Callable[..., Any]
-
-    def __call__(self, *args: Any, **params: Any) -> Any:
-        answer = self.policy(*args, **params)
-        # Other answers are bools, or have no memory kind.
-        if hasattr(answer, "dst") and jax.default_backend() == "gpu":
-            raise RuntimeError(
-                "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On "
-                f"GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}, and gradients "
-                "would be wrong. Use another version of jaxlib, or a policy that doesn't offload"
-            )
-        return answer

@@ -27,7 +27,7 @@ from .._placement import (
 )
 from .._text import listed
 from .._tree import Arrays, Leaves, Outline, name_of, outlined, split
-from .checkpoint import Policy, checkpoint, recompute_resharded
+from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
 from .gradient_dtype import call_with_sinks
@@ -213,7 +213,7 @@ def _called(
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
         if policy is not None:
             run = _naming(run, outlined(args[:1])[1].count)
-        run = checkpoint(run, policy)
+        run = jax.checkpoint(run, policy=policy)
     return call.filled(run(weights, inputs))
 
 
