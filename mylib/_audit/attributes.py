@@ -27,7 +27,7 @@ def labels_of(x: Instruction) -> list[str]:
     return [*labels.groups()]
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """A window, with a number for each of its dimensions: `holes` are between the elements that it
     is laid over, and `dilation` between its own.
     """
@@ -36,18 +36,23 @@ class Window(NamedTuple):
     stride: list[int]
     holes: list[int]
     dilation: list[int]
-    reversed: list[int]
+    reversed: list[bool]
     # Before the first element, and behind the last.
-    pads: list[tuple[int, ...]]
+    pads: list[tuple[int, int]]
 
 
-def window_of(x: Instruction, rank: int) -> Window:
-    """It is left out where it covers one number, and so is each of its fields where it does
-    nothing.
+def window_of(x: Instruction, rank: int) -> SlidingWindow:
+    """The window of an operation. It is left out where it covers one number, and each of its fields
+    where it does nothing.
     """
     fields = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attributes.get("window", "")))
-    each = {name: text.split("x") for name, text in fields.items()}
-    names = {"size": "1", "stride": "1", "lhs_dilate": "1", "rhs_dilate": "1", "rhs_reversal": "0"}
-    counts = ([int(n) for n in each.get(name, [none] * rank)] for name, none in names.items())
-    pads = [tuple(map(int, pad.split("_"))) for pad in each.get("pad", ["0_0"] * rank)]
-    return Window(*counts, pads)
+
+    def each(name: str, nothing: str = "1") -> list[str]:
+        return fields[name].split("x") if name in fields else [nothing] * rank
+
+    names = "size", "stride", "lhs_dilate", "rhs_dilate"
+    size, stride, holes, dilation = ([*map(int, each(name))] for name in names)
+    is_reversed = [text == "1" for text in each("rhs_reversal", "0")]
+    pads = [pad.split("_") for pad in each("pad", "0_0")]
+    bounds = [(int(before), int(behind)) for before, behind in pads]
+    return SlidingWindow(size, stride, holes, dilation, is_reversed, bounds)

@@ -47,11 +47,9 @@ def _convolved(x: Instruction, a: Any, b: Any) -> Any:
         int(x.attributes.get(f"{kind}_group_count", 1)) for kind in ("feature", "batch")
     )
 
-    pads: Any = window.pads
-
     def of_device(a: Any, b: Any) -> Any:
         return lax.conv_general_dilated(
-            a, lax.rev(b, turned), window.stride, pads, window.holes, window.dilation, dims,
+            a, lax.rev(b, turned), window.stride, window.pads, window.holes, window.dilation, dims,
             by_feature, by_batch, precision="highest",
         )  # fmt: skip
 
@@ -86,7 +84,7 @@ def _select_and_scatter(run: Any, x: Instruction, a: Any, source: Any, init: Any
     if not is_max or scatter.opcode != "add" or init.any():
         raise cannot("select-and-scatter that isn't the gradient of a largest number")
     w = window_of(x, a.ndim - 1)
-    window: Any = (1, *w.size), (1, *w.stride), ((0, 0), *w.pads)
+    window = (1, *w.size), (1, *w.stride), ((0, 0), *w.pads)
     largest = lambda a: lax.reduce_window(a, -np.inf, lax.max, *window)  # noqa: E731
     return np.asarray(jax.vjp(largest, jnp.asarray(a))[1](jnp.asarray(source))[0])
 

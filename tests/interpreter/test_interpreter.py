@@ -84,8 +84,8 @@ ENTRY %main (x: f32[2]) -> f32[2] {
         Interpreter(text)(np.ones((1, 2)))
 
 
-# What can't be computed: other devices' parts that the program doesn't tell, random numbers of the
-# machine's own, what is outside, and what no compiled program of the tests has.
+# What can't be computed: random numbers of the machine's own, what is from outside, and what no
+# program that was tried has. A new row of the table needs a rule, or a place here.
 UNKNOWN = """
     batch-norm-grad batch-norm-inference batch-norm-training dynamic-reshape fft
     get-dimension-size infeed mulhi multiply-add outfeed ragged-all-to-all ragged-dot recv rng
