@@ -1,10 +1,6 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
-from .attributes import (
-    factors_of as factors_of,
-    labels_of as labels_of,
-    window_of as window_of,
-)
+from .attributes import factors_of as factors_of, labels_of as labels_of, window_of as window_of
 from .attribution import (
     callbacks_of as callbacks_of,
     kernels_of_cudnn as kernels_of_cudnn,
