@@ -82,7 +82,6 @@ from .private import (
     weakly_typed as weakly_typed,
     which_have_data as which_have_data,
     while_body as while_body,
-    with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,
     without_types_of_shard_map as without_types_of_shard_map,
 )
