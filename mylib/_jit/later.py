@@ -10,40 +10,31 @@ Needed with JAX 0.10.2 and 0.12.0; no public issue is known. May go once
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from .._errors import PlacementError
-from .._placement import AnyMesh, Target, current_world, grounded, resolve_leaves
+from .._placement import Target, current_world, grounded, resolve_leaves
 from .._transfer import filter_device_put, place_leaves
 from .._tree import split
-from .steps import Call
+from .steps import Call, Wrapped
 
 
-@dataclass(frozen=True, eq=False)
-class OutShardings:
-    """The placement of the results of the function `name`."""
-
-    placement: Any
-    mesh: AnyMesh | None
-    name: str
-
-    def placed(self, result: Any) -> tuple[Any, list[Callable[[Call], None]]]:
-        """The results inside of the program, placed, and what is to be done after each call."""
-        if self.placement is None:
-            return result, []
-        try:
-            placed = filter_device_put(result, self.placement, mesh=self.mesh)
-        except PlacementError as error:
-            error.add_note(f"(the tree is what {self.name} returns, placed by its out_shardings)")
-            raise
-        world = current_world()
-        mesh = world.mesh if self.mesh is None else self.mesh
-        if not (mesh.explicit_axes and mesh.auto_axes):
-            return placed, []
-        targets = resolve_leaves(split(placed), self.placement, self.mesh, world)
-        return placed, [partial(_place, [x and grounded(x, world) for x in targets])]
+def placed(result: Any, wrapped: Wrapped) -> tuple[Any, list[Callable[[Call], None]]]:
+    """The results inside of the program, placed, and what is to be done after each call."""
+    placement, mesh, world = wrapped.out_shardings, wrapped.mesh, current_world()
+    if placement is None:
+        return result, []
+    try:
+        result = filter_device_put(result, placement, mesh=mesh)
+    except PlacementError as error:
+        error.add_note(f"(the tree is what {wrapped.name} returns, placed by its out_shardings)")
+        raise
+    around = world.mesh if mesh is None else mesh
+    if not (around.explicit_axes and around.auto_axes):
+        return result, []
+    targets = resolve_leaves(split(result), placement, mesh, world)
+    return result, [partial(_place, [x and grounded(x, world) for x in targets])]
 
 
 def _place(targets: list[Target | None], call: Call) -> None:

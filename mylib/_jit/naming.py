@@ -93,12 +93,8 @@ def explain(error: Exception, call: Call) -> None:
 
 def _add(error: Exception, note: str) -> None:
     # A function called by this one may have added it.
-    if note and note not in _noted(error):
+    if note and note not in "".join(getattr(error, "__notes__", ())):
         error.add_note(f"({note})")
-
-
-def _noted(error: Exception) -> str:
-    return "".join(getattr(error, "__notes__", ()))
 
 
 def _about_explicit_axes(call: Call) -> str:

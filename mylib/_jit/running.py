@@ -1,6 +1,6 @@
 """A program of a variant: traced, with its checks of errors as values, and called by `jax.jit`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from .._compat import donation_warning, is_staged, jit, value_under
 from .._placement import Target, axis_types, sharding_of, split_over
 from .._tree import Arrays, Made, Outline, Rest, outlined
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
-from .later import OutShardings
+from .later import placed
 from .steps import Call, Wrapped
 
 
@@ -46,15 +46,8 @@ class Traced(Rest):
 class Running:
     """The `jax.jit` of one variant."""
 
-    def __init__(
-        self,
-        wrapped: Wrapped,
-        outline: Outline,
-        outputs: OutShardings,
-        donated: Sequence[int],
-        options: Mapping[str, Any],
-    ):
-        self._wrapped, self._outline, self._outputs = wrapped, outline, outputs
+    def __init__(self, wrapped: Wrapped, outline: Outline, donated: Sequence[int]):
+        self._wrapped, self._outline = wrapped, outline
         # Whether it has error checks; None until it is traced.
         self._has_checks: bool | None = None
         self._calling = _donating if donated else calling
@@ -69,7 +62,7 @@ class Running:
         run.__name__ = run.__qualname__ = wrapped.name
         # In `run` the mode comes first.
         numbers = [i + 1 for i in donated]
-        self.jitted: Any = jit(run, static_argnums=0, donate_argnums=numbers, **options)
+        self.jitted: Any = jit(run, static_argnums=0, donate_argnums=numbers, **wrapped.options)
 
     def call_compiled(self, ahead: jax.stages.Compiled, arrays: Arrays) -> Made:
         """Calls the program as it was compiled ahead of time."""
@@ -111,7 +104,7 @@ class Running:
 
     def _trace(self, arrays: Arrays) -> Made:
         with tracing(arrays) as trace, donation_warning(silenced=False):
-            result, after = self._outputs.placed(self._called(arrays))
+            result, after = placed(self._called(arrays), self._wrapped)
         trace.is_new = is_staged()
         returned, outline = outlined(result)
         if trace.kept:

@@ -1,6 +1,6 @@
 """What a call passes through: steps before the program runs, and after."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,15 @@ from .signature import Function
 @dataclass(eq=False, kw_only=True)
 class Wrapped:
     """A function without its arrays, as steps, errors and warnings know it. `code` is its Python
-    function, if it has one.
+    function, if it has one; `options` are those of `jax.jit`.
     """
 
     fun: Outline
     function: Function
     code: Any
     mesh: AnyMesh | None = None
+    out_shardings: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     # Equinox looks for this id on the stack, to show only the frames inside the program.
     id: bytes = field(default_factory=new_id)
 
