@@ -5,8 +5,6 @@ import dataclasses
 import functools
 import importlib
 import io
-import logging
-import os
 import pickle
 import threading
 import warnings
@@ -650,30 +648,6 @@ def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
         return None
     message, stack = last
     return error_with(message, stack, jit_id)
-
-
-_OURS = b"mylib"
-
-
-def new_id() -> bytes:
-    """A new `jit_id` for a program of ours."""
-    return _OURS + os.urandom(16)
-
-
-@functools.cache
-def quiet_callbacks() -> None:
-    """Stops JAX from logging the errors of Equinox's callbacks in programs of ours. JAX logs the
-    error of every callback, even of those that only raise an error which is then shown properly.
-    """
-    logging.getLogger(names.LOGGER_CALLBACK).addFilter(_is_not_ours)
-
-
-def _is_not_ours(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    if type(error).__name__ != names.TEXT_EQUINOX_ERROR:
-        return True
-    _, stack = equinox_jit.last_error_info or ("", ())
-    return not any(isinstance(piece, bytes) and piece.startswith(_OURS) for piece in stack)
 
 
 class _Quiet(threading.local):

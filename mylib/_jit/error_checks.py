@@ -29,7 +29,6 @@ from .._compat import (
     jit,
     names,
     opened,
-    quiet_callbacks,
     replace_error_check,
     unspecified,
     value_under,
@@ -111,7 +110,6 @@ def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: An
 @functools.cache
 def _replace() -> Callable[..., Any]:
     """Makes Equinox call `_error`, from a first program on. Returns Equinox's own function."""
-    quiet_callbacks()
     return replace_error_check(_error)
 
 
@@ -342,7 +340,7 @@ class _Rewriting:
 
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
         pred, index, *arrays = args
-        check = eqn.params["check"]
+        (check,) = eqn.params.values()
         last = np.int32(len(check.messages) - 1)
         chosen = jax.lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), last)
         number = cast(self.checks.number_of(check) + chosen, manual_axes())

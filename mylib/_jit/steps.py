@@ -1,10 +1,10 @@
 """What a call passes through: steps before the program runs, and after."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._compat import new_id
 from .._placement import AnyMesh
 from .._tree import Arrays, Outline
 from .signature import Function
@@ -23,7 +23,7 @@ class Wrapped:
     out_shardings: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
     # Equinox looks for this id on the stack, to show only the frames inside the program.
-    id: bytes = field(default_factory=new_id)
+    id: bytes = field(default_factory=lambda: os.urandom(16))
 
     @property
     def name(self) -> str:
