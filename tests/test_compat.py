@@ -42,7 +42,6 @@ from mylib._compat import (
     data_of_shards,
     deserialized,
     devices_of_lowered,
-    donation_warning,
     function_of_equinox,
     functions_of,
     host_callbacks,
@@ -72,6 +71,7 @@ from mylib._compat import (
     without_dead_code,
 )
 from mylib._jit.error_checks import calling, check_p
+from mylib._jit.running import tracing
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -335,11 +335,12 @@ class TestPrivateNames:
     def test_the_warning_about_donated_buffers(self):
         name = "jax._src.interpreters.mlir.warnings"
         lossy = jax.jit(lambda x: x.sum(), donate_argnums=0)
+        mylib.filter_jit(lambda x: x + 1)(X)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with donation_warning(silenced=True):
+            with calling("returned"):
                 lossy(jnp.ones(3))
-                with donation_warning(silenced=False):
+                with tracing([]):
                     lossy(jnp.ones(4))
             lossy(jnp.ones(5))
         texts = [str(w.message) for w in caught]

@@ -6,7 +6,6 @@ import functools
 import importlib
 import io
 import pickle
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -650,53 +649,30 @@ def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
     return error_with(message, stack, jit_id)
 
 
-class _Quiet(threading.local):
-    """Whether this thread silences JAX's warning about donated buffers."""
-
-    about_donation = False
-
-
-_quiet = _Quiet()
-
-
-@contextmanager
-def donation_warning(silenced: bool) -> Iterator[None]:
-    """Silences JAX's warning about donated buffers in this thread, or enables it again. It names no
-    array, and is missing if only the shardings differ.
+@functools.cache
+def silence_donation_warning(where: Callable[[], bool]) -> None:
+    """Silences JAX's warning about donated buffers where this is so. It names no array, and is
+    missing if only the shardings differ.
 
     A filter of `warnings` would affect all threads, and threads that change filters at the same
     time leave some behind.
     """
-    _look_at_warnings()
-    before, _quiet.about_donation = _quiet.about_donation, silenced
-    try:
-        yield
-    finally:
-        _quiet.about_donation = before
+    _replaced(mlir, "warnings", _Warnings(where))
 
 
 class _Warnings:
     """Replaces the module `warnings` in the file of JAX that warns about donated buffers."""
 
+    def __init__(self, is_silent: Callable[[], bool]):
+        self._is_silent = is_silent
+
     def __getattr__(self, name: str) -> Any:
         return getattr(warnings, name)
 
-    def warn(
-        self,
-        message: Any,
-        category: type[Warning] | None = None,
-        stacklevel: int = 1,
-        **options: Any,
-    ) -> None:
+    def warn(self, message: Any, category: Any = None, stacklevel: int = 1, **options: Any) -> None:
         about_donation = str(message).startswith(names.TEXT_NOT_DONATED)
-        if about_donation and _quiet.about_donation:
-            return
-        warnings.warn(message, category, stacklevel + 1, **options)
-
-
-@functools.cache
-def _look_at_warnings() -> None:
-    _replaced(mlir, "warnings", _Warnings())
+        if not (about_donation and self._is_silent()):
+            warnings.warn(message, category, stacklevel + 1, **options)
 
 
 def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:

@@ -66,6 +66,11 @@ def calling(errors: Errors) -> AbstractContextManager[None]:
     return _calling(errors)
 
 
+def is_called() -> bool:
+    """Whether a program made by `filter_jit` is called here."""
+    return _calling.value is not None
+
+
 class CheckFound(Exception):
     """A program has an error check that isn't a value yet."""
 
