@@ -557,7 +557,7 @@ def test_what_executables_are_made_of(module):
     missing = set(names.PICKLED_PARTS[module].split()) - set(found)
     assert not missing, (
         f"JAX {jax.__version__} has no {missing} in {module} any more. Print the names that "
-        "`find_class` in mylib/_compat/private.py is asked for, and change the list"
+        "`find_class` in mylib/_compat/__init__.py is asked for, and change the list"
     )
 
 
