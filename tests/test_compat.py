@@ -68,6 +68,7 @@ from mylib._compat import (
     weakly_typed,
     which_have_data,
     while_body,
+    with_actual_memory_kind,
     without_dead_code,
 )
 from mylib._jit.error_checks import calling, check_p
@@ -1062,6 +1063,24 @@ def test_meshes_over_the_same_devices_in_another_order_are_told_apart():
     backwards = Mesh(MESH.devices[::-1], AXES, axis_types=(AUTO, AUTO))
     with jax.set_mesh(backwards):
         assert current_world().devices == backwards != MESH
+
+
+def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
+    """When JAX itself returns "pinned_host", this fails: then remove `with_actual_memory_kind` and
+    its call in `Program`.
+    """
+    mixed = jax.make_mesh((4, 2), AXES, axis_types=(EXPLICIT, AUTO))
+    x = jax.device_put(np.zeros((8, 8)), NamedSharding(mixed, P("data")))
+    y = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))(x)
+    assert y.sharding.memory_kind == "device"
+    assert {s.data.sharding.memory_kind for s in y.addressable_shards} == {"pinned_host"}
+    told = with_actual_memory_kind(y)
+    assert told.sharding == y.sharding.with_memory_kind("pinned_host")
+    assert told.addressable_shards[0].data.unsafe_buffer_pointer() == (
+        y.addressable_shards[0].data.unsafe_buffer_pointer()
+    )
+    for other in (told, x, np.zeros(3)):
+        assert with_actual_memory_kind(other) is other
 
 
 def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():

@@ -266,6 +266,22 @@ def value_under(x: Any) -> Any:
     return x
 
 
+def with_actual_memory_kind(x: Any) -> Any:
+    """A result of `jax.jit`, with the right memory kind if it is in host memory. JAX's sharding
+    wrongly has "device" for arrays that are split over only Explicit axes of a mesh that also has
+    Auto axes: in 0.10.2 and 0.12.0, no public issue is known. The buffers are the same. May go once
+    its test in `tests/test_compat.py` fails on the oldest supported JAX.
+    """
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return x
+    if x.aval.memory_space != jax.memory.Space.Host:
+        return x
+    sharding = x.sharding.with_memory_kind("pinned_host")
+    if sharding == x.sharding:
+        return x
+    return array_like(x, sharding)
+
+
 def array_like(x: Any, sharding: Sharding, shards: Sequence[jax.Array] | None = None) -> jax.Array:
     """An array of these shards, by default those of `x`, with the type of `x`: in all processes
     that of the program which made it, or other programs would differ between them.

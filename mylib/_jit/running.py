@@ -12,8 +12,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._compat import is_staged, jit, silence_donation_warning, value_under
+from .._compat import (
+    is_staged,
+    jit,
+    silence_donation_warning,
+    value_under,
+    with_actual_memory_kind,
+)
 from .._placement import Target, axis_types, sharding_of, split_over
+from .._programs import is_on_host
 from .._tree import Arrays, Made, Outline, Rest, outlined
 from .error_checks import CheckFound, Checks, calling, has_check, is_called, with_checks_as_values
 from .later import placed
@@ -108,6 +115,8 @@ class Running:
             result, after = placed(self._called(arrays), self._wrapped)
         trace.is_new = is_staged()
         returned, outline = outlined(result)
+        if any(map(_is_in_host_memory, returned)):
+            after.insert(0, _in_host_memory)
         if trace.kept:
             after.append(_tell_surrounding)
         return Made(returned, Traced(outline, trace, after))
@@ -144,11 +153,19 @@ def _raise(checks: Checks, call: Call) -> None:
     checks.raise_if(call.returned.failed, call.returned.arrays, call.wrapped.id)
 
 
+def _in_host_memory(call: Call) -> None:
+    call.returned.arrays = list(map(with_actual_memory_kind, call.returned.arrays))
+
+
 def _tell_surrounding(call: Call) -> None:
     """The surrounding program expects what this one does of the arguments that it got."""
     if call.mode == "staged":
         kept = call.returned.rest.trace.kept
         expect([call.taken[i] for i in kept], list(kept.values()))
+
+
+def _is_in_host_memory(x: Any) -> bool:
+    return is_on_host(getattr(x, "aval", None))
 
 
 # The traces that go on here, from the outermost one inwards.

@@ -40,12 +40,3 @@ def test_beside_a_dimension_over_explicit_axes(types, spec):
     value, slope = jax.jvp(step, (jnp.asarray(x),), (jnp.ones((8, 8)),))
     np.testing.assert_array_equal(value, x + 1)
     np.testing.assert_array_equal(slope, np.ones((8, 8)))
-
-
-def test_in_host_memory():
-    """JAX itself says "device" of a result that is split over Explicit axes alone."""
-    mixed = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    there = NamedSharding(mixed, P("a"), memory_kind="pinned_host")
-    made = mylib.filter_jit(lambda x: x + 1, out_shardings=there, mesh=mixed)(np.ones((8, 8)))
-    assert made.sharding == there
-    assert {x.data.sharding.memory_kind for x in made.addressable_shards} == {"pinned_host"}
