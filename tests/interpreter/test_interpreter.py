@@ -18,6 +18,7 @@ from mylib._compat import text_with_constants
 from mylib._interpreter.here import run_text
 from mylib._interpreter.interpreter import RULES, Interpreter
 from mylib._interpreter.layouts import bitcast
+from mylib._known_faults import MISREAD
 from mylib.testing import run_here
 
 CASES = [(name, strategy) for name in TRAINED for strategy in program(name).STRATEGIES]
@@ -137,16 +138,19 @@ def test_a_step_on_simulated_devices():
 @pytest.mark.compilers
 @pytest.mark.timeout(900)
 @pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+# Of JAX's own, about Pallas for GPUs.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_steps_on_machines(name, strategy, machine):
     values, wanted = on_one_device(name, strategy)
     mesh = machine.mesh(**program(name).STRATEGIES[strategy].axes)
     made = steps.compiled(name, strategy, mesh)
-    if (name, strategy, machine.chip.platform) in UNREAD:
-        with pytest.raises(mylib.AuditError, match="reads padding"):
+    unknown = "custom call" if name in KERNELS else "reads padding"
+    if name in KERNELS or (name, strategy, machine.chip.platform) in UNREAD:
+        with pytest.raises(mylib.AuditError, match=unknown):
             run_here(made, values)
         return
-    if (name, strategy, machine.chip.platform) in WRONG:
+    if MISREAD.is_on(machine.chip.platform) and (name, strategy) in WRONG:
         # Once these are right, xla_gpu_copy.md may go.
         assert largest(run_here(made, values), wanted) > 100 * ROUNDING
         if name == "experts":
@@ -159,15 +163,17 @@ def test_steps_on_machines(name, strategy, machine):
 
 # Where XLA loses a copy, as xla_gpu_copy.md describes; of the experts the last was looked into.
 WRONG = {
-    ("vit", "data parallel", "gpu"),
-    ("vit", "FSDP", "gpu"),
-    ("vit", "tensor parallel", "gpu"),
-    ("experts", "FSDP", "gpu"),
-    ("experts", "experts", "gpu"),
-    ("experts", "experts, FSDP", "gpu"),
+    ("vit", "data parallel"),
+    ("vit", "FSDP"),
+    ("vit", "tensor parallel"),
+    ("experts", "FSDP"),
+    ("experts", "experts"),
+    ("experts", "experts, FSDP"),
 }
 
 
+# A program only names its kernels.
+KERNELS = {"flash"}
 # A bitcast from a layout without tiles to one with tiles: where its numbers are isn't known.
 UNREAD = {("llama", "tensor parallel", "tpu"), ("llama", "FSDP, tensor parallel", "tpu")}
 
