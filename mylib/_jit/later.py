@@ -13,8 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from .._errors import PlacementError
-from .._placement import Target, current_world, grounded, resolve_leaves
+from .._placement import (
+    Target,
+    axis_names,
+    axis_types,
+    current_world,
+    grounded,
+    resolve_leaves,
+    sharding_of,
+)
 from .._transfer import filter_device_put, place_leaves
 from .._tree import split
 from .steps import Call, Wrapped
@@ -34,12 +44,22 @@ def placed(result: Any, wrapped: Wrapped) -> tuple[Any, list[Callable[[Call], No
     if not (around.explicit_axes and around.auto_axes):
         return result, []
     targets = resolve_leaves(split(result), placement, mesh, world)
-    return result, [partial(_place, [x and grounded(x, world) for x in targets])]
+    later = [grounded(x, world) if x and _mixes_types(x) else None for x in targets]
+    return result, [partial(_place, later)] if any(later) else []
+
+
+def _mixes_types(target: Target) -> bool:
+    """Whether it splits a dimension over Explicit and Auto axes."""
+    sharding = sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        return False
+    types = axis_types(sharding.mesh)
+    return any(len({types[name] for name in axis_names(x)}) > 1 for x in sharding.spec.partitions)
 
 
 def _place(targets: list[Target | None], call: Call) -> None:
     if call.mode != "staged":  # else the surrounding program decides
         # `check=False`: the targets were checked when the program was traced.
         leaves = split(call.returned.arrays)
-        placed = place_leaves(leaves, targets, current_world(), check=False)
-        call.returned.arrays = leaves.join(placed)
+        arrays = place_leaves(leaves, targets, current_world(), check=False)
+        call.returned.arrays = leaves.join(arrays)

@@ -25,9 +25,9 @@ Path = TypeVar("Path", bound=HasPath)
 LINES = 200
 
 
-def fold(rows: Iterable[Path], most: int | None = None) -> list[tuple[str, list[Path]]]:
+def fold(rows: Iterable[Path], most: int | None) -> list[tuple[str, list[Path]]]:
     """Groups rows that differ only in indices of their paths, under one name: the first `most`
-    groups, or all.
+    groups, or all with None.
     """
     alike: dict[Any, list[Path]] = {}
     for row in rows:
