@@ -28,7 +28,7 @@ from .._compat import (
     lacks_code,
     serialized,
 )
-from .._errors import SavedProgramError, not_here
+from .._errors import SavedProgramError, all_words, not_here
 from .._placement import AnyMesh, bytes_on_each
 from ..machines import (
     WITHOUT_TRITON,
@@ -84,6 +84,12 @@ class Lowered:
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
+            # Most programs have no kernels, and raise nothing.
+            from .._kernels import raised_in_compiler
+
+            original = raised_in_compiler(all_words(error))
+            if original is not None:
+                raise original from None
             readable = out_of_memory(error, self._origin.arguments, self.lowered)
             if readable is not None:
                 raise readable from error

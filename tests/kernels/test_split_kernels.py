@@ -374,6 +374,8 @@ class TestErrors:
             kind = RuntimeError if f.__wrapped__ is tiled else mylib.PlacementError
             with pytest.raises(kind, match=f"(?s)^[^/]*{told}"):
                 mylib.filter_jit(f)(*args[0], *args[1])
+            with pytest.raises(kind, match=f"(?s)^[^/]*{told}"):
+                mylib.filter_jit(f).lower(*args[0], *args[1]).compile()
 
     def test_axes_are_checked(self):
         (x,) = placed(mesh_of(), P("data"), Q[:, :, 0, 0])
