@@ -627,7 +627,6 @@ PARAMS = {
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
     "PARAM_RAGGED": ("ragged_dot_general",),
-    "PARAM_REPS": ("tile",),
     "PARAM_REVERSE": ("scan",),
     "PARAM_RHS_DILATION": ("conv_general_dilated",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
