@@ -332,10 +332,15 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def frame_of(eqn: Any) -> Any:
+    """The frame of the user's line that made an equation; None if it is unknown."""
+    traceback = eqn.source_info.traceback
+    return innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
+
+
 def line_of(eqn: Any) -> str:
     """The user's line that made an equation, and its function: `/home/me/train.py:31 (loss)`."""
-    traceback = eqn.source_info.traceback
-    frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
+    frame = frame_of(eqn)
     if frame is None:
         return "an unknown line"
     return f"{spot(frame.file_name, frame.line_num, frame.file_name)} ({frame.function_name})"

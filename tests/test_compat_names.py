@@ -976,16 +976,6 @@ class TestMoved:
         assert f"{module}.{name}" in told and jax.__version__ in told and eqx.__version__ in told
 
 
-def test_operations_that_fill_arrays():
-    """If one is missing, look for its new name in `lowered.as_text()`."""
-
-    def fun(x):
-        return jnp.zeros(8) + jnp.arange(8.0) + x[0] + np.arange(8.0, dtype=np.float32) ** 2
-
-    text = jax.jit(fun).lower(jax.ShapeDtypeStruct((8,), np.float32)).as_text()
-    assert all(name in text for name in names.MLIR_FILLED)
-
-
 def test_what_a_profile_is_made_of(tmp_path):
     """Of CPUs. Those of GPUs and TPUs are from public descriptions."""
     x = jax.device_put(X, SHARDED)

@@ -350,11 +350,6 @@ FRAMES_CALLBACK = frozenset(
     {("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")}
 )
 
-# --- lowered programs: the names of MLIR's operations ---------------------------------------------
-
-# Operations that fill an array with what needs no memory itself.
-MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"})
-
 # --- serialised executables: what may be made of the pickle ---------------------------------------
 
 PICKLED_PARTS = {

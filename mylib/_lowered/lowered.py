@@ -84,7 +84,7 @@ class Lowered:
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
-            readable = out_of_memory(error, self._origin.arguments, self.lowered)
+            readable = out_of_memory(error, self._origin.arguments, self._origin.traced)
             if readable is not None:
                 raise readable from error
             note = about_kernels(error)
