@@ -17,7 +17,7 @@ from .._placement import trimmed
 from .._text import show_bytes
 from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
-from .apply import Applying, Planned, PlannedFunction
+from .apply import FIXED, Applying, Planned, PlannedFunction
 from .calls import argument_of
 from .fixes import FixedParts
 from .layers import layers_in
@@ -209,7 +209,7 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     """How a candidate is applied to its step."""
     traced, strategy = tried.traced, tried.strategy
     step, replaced = traced.step, Replaced(traced)
-    arguments, reasons, fixed = _arguments(traced, strategy)
+    arguments, reasons = _arguments(traced, strategy)
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
         if leaf.path in traced.in_models:
@@ -230,7 +230,6 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         results=results,
         used=used,
         reasons=reasons,
-        fixed=fixed,
         order=tuple(role.path for role in traced.called),
         by_matrix=tuple(states),
         layered={
@@ -246,22 +245,18 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     )
 
 
-def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any, Any]:
-    """Where the arrays of each argument are, and why, and the paths of what `kept=` fixes."""
+def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any]:
+    """Where the arrays of each argument are, and why."""
     names = traced.step.names
     specs: dict[str, dict[str, Any]] = {name: {} for name in names}
     reasons: dict[str, dict[str, str]] = {name: {} for name in names}
-    fixed: dict[str, list[str]] = {}
     for leaf in traced.leaves:
         number, path = argument_of(leaf.path)
         name = names[number]
         specs[name][path] = spec = spec_of(leaf, strategy, traced)
-        if fix_of(leaf, strategy, traced) is not None:
-            fixed.setdefault(name, []).append(path)
-            reasons[name][path] = "fixed by kept="
-        else:
-            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
-    return specs, reasons, fixed
+        is_fixed = fix_of(leaf, strategy, traced) is not None
+        reasons[name][path] = FIXED if is_fixed else reason_of(leaf, spec, strategy, traced)
+    return specs, reasons
 
 
 _OWNED = "by_matrix keeps it with the owners of the matrices"

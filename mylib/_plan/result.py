@@ -5,7 +5,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from .._placement import no_mesh, plan_in_force
 from .._show import columns, for_stdout, wrapped
 from .._text import listed, show_bytes, show_spec
 from .._verify import Verified, verify
-from ..machines import CHIPS, Chip, CompilerError, Machine
+from ..machines import Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
 from .fixes import Spec
@@ -469,11 +469,12 @@ class Plan:
         contents = _frozen(json.loads(text))
         needed = {x.name for x in (*fields(Applying), *fields(cls))}
         needed -= {"applying", "audit", "_planned"}
-        if not isinstance(contents, dict) or not needed <= {*contents}:
+        is_plan = isinstance(contents, dict) and needed <= {*contents}
+        if not is_plan or not {x.name for x in fields(Chip)} <= {*contents["machine"]["chip"]}:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"
             )
-        dtype = contents["dtype"]
+        dtype, about = contents["dtype"], contents["machine"]
         applying = {x.name: contents[x.name] for x in fields(Applying)}
         applying |= {
             "layers": tuple(map(_imported, contents["layers"]) if layers is None else layers),
@@ -481,7 +482,7 @@ class Plan:
         }
         attributes = {x.name: contents[x.name] for x in fields(cls) if x.name in contents}
         attributes |= {
-            "machine": machine or _machine_of(contents["machine"]),
+            "machine": machine or Machine(**about | {"chip": Chip(**about["chip"])}),
             "chosen": Candidate(**contents["chosen"]),
             "others": tuple(Candidate(**x) for x in contents["others"]),
             "rejected": tuple(Candidate(**x) for x in contents["rejected"]),
@@ -540,26 +541,9 @@ class Plan:
 
 
 def _as_data(machine: Machine) -> dict[str, Any]:
-    """All of a machine: of its chip what its data sheet doesn't have."""
-    chip, sheet = machine.chip, _sheet(machine.chip.name, machine.chip.platform)
-    own = {x.name: getattr(chip, x.name) for x in fields(Chip)}
-    own = {
-        name: dict(x) if isinstance(x, Mapping) else x
-        for name, x in own.items()
-        if x != getattr(sheet, name)
-    }
-    about = {"chip": {"name": chip.name, "platform": chip.platform, **own}}
-    return about | {name: getattr(machine, name) for name in ("hosts", "shape", "is_here")}
-
-
-def _machine_of(data: Mapping[str, Any]) -> Machine:
-    chip = data["chip"]
-    chip = replace(_sheet(chip["name"], chip["platform"]), **chip)
-    return Machine(chip, data["hosts"], data["shape"], data["is_here"])
-
-
-def _sheet(name: str, platform: str) -> Chip:
-    return CHIPS.get(name) or Chip(name, platform)
+    of_chip = {x.name: getattr(machine.chip, x.name) for x in fields(Chip)}
+    chip = {name: dict(x) if isinstance(x, Mapping) else x for name, x in of_chip.items()}
+    return {x.name: getattr(machine, x.name) for x in fields(Machine)} | {"chip": chip}
 
 
 def _spec_at(specs: Mapping[str, Spec], path: str) -> str:

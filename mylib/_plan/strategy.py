@@ -282,5 +282,5 @@ def _of_entry(leaf: ArrayIn, dim: int, entry: Any, traced: TracedStep) -> str:
             "rows of the batch" if leaf.is_data else f"FSDP, by its largest other dimension, {dim}"
         )
     members = next((x.members for x in traced.groups if leaf.groups[dim] in x.groups), [])
-    names = {role_of(traced.in_models[path][1]).strip("."): None for path, *_ in members}
+    names = {role_of(traced.in_models[path][1]).strip("."): None for path, _ in members}
     return f"over model by dimension {dim}, together with {listed([*names], 3)}"

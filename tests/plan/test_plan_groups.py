@@ -28,7 +28,7 @@ def traced(make, batch, loss, policy="full"):
 
 
 def named(group):
-    return {(path.partition("]")[2], dim) for path, dim, _ in group.members}
+    return {(path.partition("]")[2], dim) for path, dim in group.members}
 
 
 class TestDims:
