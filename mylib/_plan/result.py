@@ -24,7 +24,6 @@ from .._verify import Verified, verify
 from ..machines import Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
-from .fixes import Spec
 from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
@@ -397,37 +396,12 @@ class Plan:
 
         A line for each difference; empty text if there is none.
         """
-        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
-        ours, theirs = (
-            json.loads(plan.as_text()) | {"machine": machine}
-            for plan, machine in zip((self, other), machines, strict=True)
+        ours, theirs = _compared(self), _compared(other)
+        return "\n".join(
+            f"{name}: {ours.get(name, 'absent')} -> {theirs.get(name, 'absent')}"
+            for name in dict.fromkeys([*ours, *theirs])
+            if ours.get(name, "absent") != theirs.get(name, "absent")
         )
-        lines = [
-            f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in (
-                "machine",
-                "axes",
-                "policy",
-                "micro_batches",
-                "saved",
-                "dtype",
-                "send_dtype",
-                "layers",
-                "memory",
-            )
-            if ours[name] != theirs[name]
-        ]
-        for part in ("arguments", "used"):
-            for key in dict.fromkeys([*ours[part], *theirs[part]]):
-                a, b = (_frozen(x[part].get(key, {})) for x in (ours, theirs))
-                plan = self if key in ours[part] else other
-                what = key if part == "arguments" else f"used {plan.applying.called(key)}"
-                lines += [
-                    f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
-                    for path in dict.fromkeys([*a, *b])
-                    if a.get(path) != b.get(path)
-                ]
-        return "\n".join(lines)
 
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
@@ -546,8 +520,25 @@ def _as_data(machine: Machine) -> dict[str, Any]:
     return {x.name: getattr(machine, x.name) for x in fields(Machine)} | {"chip": chip}
 
 
-def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
-    return show_spec(PartitionSpec(*specs[path])) if path in specs else "absent"
+# What plans may differ in, besides where arrays are.
+_COMPARED = (
+    "axes", "policy", "micro_batches", "saved", "dtype", "send_dtype", "layers", "memory"
+)  # fmt: skip
+
+
+def _compared(plan: Plan) -> dict[str, Any]:
+    """What plans may differ in, by what it is called."""
+    applying, contents = plan.applying, json.loads(plan.as_text())
+    used = {f"used {applying.called(path)}": specs for path, specs in applying.used.items()}
+    return {
+        "machine": repr(plan.machine).splitlines()[0],
+        **{name: contents[name] for name in _COMPARED},
+        **{
+            name + path: show_spec(PartitionSpec(*spec))
+            for name, specs in {**applying.arguments, **used}.items()
+            for path, spec in specs.items()
+        },
+    }
 
 
 def _frozen(x: Any) -> Any:
