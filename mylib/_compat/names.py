@@ -150,6 +150,7 @@ BY_ELEMENT = frozenset(
         "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
+# They add up all that is along the dimensions of a parameter "axes".
 SUMS = frozenset({REDUCE_SUM, "psum"})
 # Their results have an array's dimensions without those of the parameter "axes". Collectives, also
 # of several arrays, are among them if all axes are dimensions: what `jax.vmap` makes of them.

@@ -443,10 +443,11 @@ class _Apply:
 
     def _iterations(self) -> Place:
         """The body of a loop here."""
-        places, count = self.program.places, self.eqn.params.get(names.PARAM_LENGTH)
-        if count is None:
+        places, is_scan = self.program.places, self.eqn.name == names.SCAN
+        count = self.param(names.PARAM_LENGTH) if is_scan else 1
+        if not is_scan:
             self.program.counted_once.append(_line(self.eqn))
-        places.append(Place(len(places), self.place.times * (count or 1), self.place.number))
+        places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]
 
     def call(self) -> None:
