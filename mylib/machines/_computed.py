@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from .._compat import names
-from .._lines import spot
+from .._lines import is_of_user, spot
 from .._programs import all_equations, frame_of
 from ._fit import Alive
 
@@ -26,6 +26,7 @@ def computed(program: Any) -> tuple[Alive, ...]:
             if shape:
                 dtype = x.aval.str_short(short_dtypes=True).partition("[")[0]
                 size, frame = math.prod(shape) * x.aval.dtype.itemsize, frame_of(eqn)
-                line = "" if frame is None else spot(frame.file_name, frame.line_num)
+                is_known = frame is not None and is_of_user(frame.file_name)
+                line = spot(frame.file_name, frame.line_num) if is_known else ""
                 largest.setdefault((dtype, shape), Alive(size, 1, dtype, shape, name, line))
     return tuple(sorted(largest.values(), key=lambda x: -x.bytes)[:_SHOWN])
