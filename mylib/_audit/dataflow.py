@@ -224,6 +224,8 @@ class _Marking(Walk):
 
     def loop(self, x: Instruction, carried: Marks) -> Marks:
         condition, body = x.calls
+        if own_primitive_of(x) == names.SCATTER_ADD:  # as XLA:CPU of JAX 0.10 writes it
+            self.graph.rows |= joined([carried]).near
         # It ends, as sets only grow.
         before: Marks = None
         while carried != before:

@@ -110,12 +110,22 @@ class Flow:
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
         # An update combines a weight with a gradient element by element, as the optimiser does.
-        results = sum(1 << bit for bit in self.sources_of[number])
+        results = sum(1 << bit for bit in self.sources_of[number] if not self._sums_rows(bit))
         updated = 0
         for near, all_ in self._combined:
             updated |= near if all_ & results else 0
         sources = (self.graph.sources[bit] for bit in self.graph.sources_in(updated))
         return sorted(source.number for source in sources if source.kind == "parameter")
+
+    @cached_property
+    def _behind_rows(self) -> int:
+        return self.reaching(self.graph.rows, copies=True)
+
+    def _sums_rows(self, bit: int) -> bool:
+        """Whether it adds what later becomes rows of a table's gradient: they are gradients of
+        activations, in parts as tensor parallelism leaves them.
+        """
+        return self.is_sum(bit) and bool(self._behind_rows >> bit & 1)
 
     def activations(self, is_of_model: Callable[[int], bool]) -> int:
         """The collectives that the model computes with: between them and a result lies a product.

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import Mesh, Sharding
 
-from .._audit import compiled_for, places_of
 from .._compat import names
 from .._errors import (
-    NotHereError,
-    PlacementError,
     PlacementWarning,
     ReplicaError,
     in_words,
@@ -25,9 +24,8 @@ from .._errors import (
 from .._interpreter import run_here
 from .._jit import filter_jit
 from .._known_faults import known_faults_in
-from .._lowered import Compiled
 from .._matrices import to_plain
-from .._placement import in_own_dtypes, is_here, no_mesh, on_one_device
+from .._placement import in_own_dtypes, is_described, is_here, no_mesh, on_one_device
 from .._processes import check_replicas
 from .._programs import all_equations, line_of
 from .._text import counted, some
@@ -191,17 +189,14 @@ def verify(
     """
     args = filled(args, high, seed)
     runs = _Runs(step, reference, args)
-    try:
-        traced = runs.traced(wide=False)
-        own = runs.judged(traced)
-    except (NotHereError, PlacementError):
-        compiled = runs.compiled_elsewhere()
-        if compiled is None:
-            raise
-        report = runs.judged_elsewhere(compiled)
+    traced = runs.traced(wide=False)
+    device = _missing_device(traced.placed.program)
+    if device is not None:
+        report = runs.judged_elsewhere(device.platform)
         if report.differs:
-            raise VerifyError(report) from None
+            raise VerifyError(report)
         return report
+    own = runs.judged(traced)
     wide, why = None, ""
     try:
         traced_wide = runs.traced(wide=True)
@@ -231,7 +226,7 @@ class _Flat:
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         result = to_plain(self.fun(*self._outline.fill(arrays)))
-        leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if is_array(x)]
+        leaves = [(p, x) for p, x in jtu.tree_flatten_with_path(result)[0] if _has_numbers(x)]
         self.names = [jtu.keystr(path) or "the result" for path, _ in leaves]
         return [x for _, x in leaves]
 
@@ -289,22 +284,19 @@ class _Runs:
             got = list(map(_read, self._results))
         return self._compared(self._step.names, got, traced)
 
-    def compiled_elsewhere(self) -> Any:
-        """The step compiled for a machine that isn't here; None if it is."""
+    def judged_elsewhere(self, platform: str) -> Verified:
+        """The results of the program that is compiled for a machine that isn't here, without
+        roundings, beside those of one device.
+        """
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self._arrays]
         step: Any = self._step.fun
         compiled = step.lower(*self._outline.fill(shapes)).compile()
-        return None if all(map(is_here, places_of(_by_jax(compiled)))) else compiled
-
-    def judged_elsewhere(self, compiled: Any) -> "Verified":
-        """The results of a compiled program, without roundings, beside those of one device."""
         program = _Flat(partial(run_here, compiled), self._outline)
         got = list(map(np.asarray, program(self._arrays)))
         alone, run = self._traced_alone(wide=True)
         # Compilers fold constants in float32.
         eps = float(jnp.finfo(jnp.float32).eps)
         wide = self._compared(program.names, got, _BothTraced(alone, alone, run, True, eps))
-        platform, _ = compiled_for(_by_jax(compiled))
         return Verified(self.name, wide, (), known=tuple(known_faults_in(alone.program, platform)))
 
     def _compared(
@@ -365,9 +357,29 @@ def _as_is(wide: bool) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", PlacementWarning)
         if wide:
-            stack.enter_context(jax.enable_x64(True))
+            stack.enter_context(_in_float64())
             stack.enter_context(in_own_dtypes(True))
         yield
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """In all threads. Python callbacks run in those of XLA, which `jax.enable_x64` doesn't reach:
+    there JAX would convert their arguments to float32, on a device that waits for the callback.
+    """
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(_is_wide).result()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        # This thread may have a setting of its own.
+        with jax.enable_x64(True):
+            yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def _is_wide() -> bool:
+    return jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -377,8 +389,20 @@ def _one_device(wide: bool) -> Iterator[None]:
         yield
 
 
-def _by_jax(compiled: Any) -> jax.stages.Compiled:
-    return compiled.compiled if isinstance(compiled, Compiled) else compiled
+def _has_numbers(x: Any) -> bool:
+    """Whether it is an array; the gradient of integers is one of nothing."""
+    return is_array(x) and x.dtype != jax.dtypes.float0
+
+
+def _missing_device(program: Any) -> Any:
+    """A device that a program has values on and that isn't here; None if all are."""
+    for eqn in all_equations(program):
+        for x in jtu.tree_leaves(list(eqn.params.values())):
+            if isinstance(x, Mesh) and is_described(x):
+                return x.devices.flat[0]
+            if isinstance(x, Sharding) and not is_here(x):
+                return next(iter(x.device_set))
+    return None
 
 
 _NEEDS_REFERENCE = (

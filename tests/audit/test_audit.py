@@ -341,6 +341,24 @@ class TestGradients:
         (only,) = mylib.audit(jax.jit(block), columns, rows, x).collectives
         assert only.axes == ("model",) and only.gradients == ()
 
+    def test_gradients_of_activations_are_none(self):
+        """They become the rows of an embedding's gradient, after a sum of tensor parallelism."""
+        table = known.abstract(TWO, P(), (32, 64))
+        up, down = (known.abstract(TWO, spec, (64, 64)) for spec in _MEGATRON)
+        tokens = jax.ShapeDtypeStruct((16,), jnp.int32, sharding=NamedSharding(TWO, P("data")))
+
+        def step(table, up, down, tokens):
+            def loss(table, up):
+                return jnp.mean((jnp.tanh(jnp.tanh(table[tokens]) @ up) @ down) ** 2)
+
+            gradients = jax.grad(loss, (0, 1))(table, up)
+            return [w - 0.1 * g for w, g in zip((table, up), gradients, strict=True)]
+
+        sums = mylib.audit(jax.jit(step), table, up, down, tokens).among("all-reduce")
+        found = {(c.axes, path) for c in sums if c.phase == "backward" for path in c.gradients}
+        assert found == {(("data",), "table"), (("data",), "up")}
+        assert any(c.phase == "backward" and c.axes == ("model",) for c in sums)
+
     def test_what_is_not_updated_has_no_path(self):
         found, report = self.gradients(jax.grad(pairs), self.MODEL, self.X)
         assert found == () and report.count("all-reduce", "data") >= 1

@@ -84,10 +84,6 @@ def loss_by_example(model, x, y):
     return loss_of(jax.vmap(model), x, y)
 
 
-def on_one_device(loss, model, *data):
-    return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *data)
-
-
 COPIED = replicated()
 
 
@@ -122,10 +118,10 @@ def placed(mesh, kept, model, *data):
 )
 @pytest.mark.everyday("auto-scan", "explicit, vmap-list")
 def test_numbers_are_those_of_one_device(net, mesh, loss):
+    run, given = step(loss, Layer, KEPT), placed(mesh, KEPT, net, X, Y)
     with jax.set_mesh(mesh):
-        value, grads = found = step(loss, Layer, KEPT)(*placed(mesh, KEPT, net, X, Y))
-    assert_close(found, on_one_device(loss, net, X, Y))
-    mylib.testing.assert_placed(grads, KEPT, mesh=mesh)
+        mylib.testing.verify(run, *given)
+        mylib.testing.assert_placed(run(*given)[1], KEPT, mesh=mesh)
 
 
 OPTIONS = {
@@ -142,8 +138,7 @@ def test_options_change_no_number(option, net=LISTED):
     options = {"used": replicated(), **OPTIONS[option]}
     run = step(loss_of, Layer, KEPT, options.pop("used"), mesh=AUTO, **options)
     with jax.set_mesh(AUTO):
-        found = run(*placed(AUTO, KEPT, net, X, Y))
-    assert_close(found, on_one_device(loss_of, net, X, Y))
+        mylib.testing.verify(run, *placed(AUTO, KEPT, net, X, Y))
 
 
 def _derivative(name, derivative, *marks):
@@ -213,10 +208,10 @@ PARALLEL = {
 def test_two_axes(strategy):
     net = LISTED if strategy == "over both axes" else STACKED
     kept, used = PARALLEL[strategy]
+    run, given = step(loss_of, Layer, kept, used), placed(GRID, kept, net, X, Y)
     with jax.set_mesh(GRID):
-        value, grads = found = step(loss_of, Layer, kept, used)(*placed(GRID, kept, net, X, Y))
-    assert_close(found, on_one_device(loss_of, net, X, Y))
-    mylib.testing.assert_placed(grads, kept, mesh=GRID)
+        mylib.testing.verify(run, *given)
+        mylib.testing.assert_placed(run(*given)[1], kept, mesh=GRID)
 
 
 def image_pairs():
@@ -334,7 +329,7 @@ def test_bf16_is_what_the_same_casts_are_on_one_device():
     def cast(model):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
 
-    expected = on_one_device(lambda m, x, y: loss_of(cast(m), x, y), LISTED, X, Y)
+    expected = eqx.filter_value_and_grad(lambda m: loss_of(cast(m), X, Y))(LISTED)
     with jax.set_mesh(AUTO):
         run = step(loss_of, Layer, KEPT, dtype=jnp.bfloat16)
         found = run(*placed(AUTO, KEPT, LISTED, X, Y))
@@ -384,8 +379,7 @@ def test_dropout_is_that_of_one_device():
         return jnp.sum(model(x, key=key) ** 2)
 
     with jax.set_mesh(AUTO):
-        found = step(loss, Dropping, KEPT)(*placed(AUTO, KEPT, model, x))
-    assert_close(found, on_one_device(loss, model, x))
+        mylib.testing.verify(step(loss, Dropping, KEPT), *placed(AUTO, KEPT, model, x))
 
 
 class Normed(eqx.Module):
@@ -512,8 +506,7 @@ def test_weights_read_outside_of_a_call_are_as_they_are_kept():
 
     with jax.set_mesh(AUTO):
         model_there, x = placed(AUTO, KEPT, model, X)
-        found = step(loss, Layer, KEPT)(model_there, x)
-    assert_close(found, on_one_device(loss, model, X))
+        mylib.testing.verify(step(loss, Layer, KEPT), model_there, x)
     layer = mylib.fully_shard(model_there, Layer, KEPT, mesh=AUTO, dtype=jnp.bfloat16).layer
     assert layer.down is model_there.layer.down
 
@@ -644,7 +637,7 @@ def test_what_is_kept_in_host_memory():
         return eqx.filter_value_and_grad(loss)(model)
 
     _, x, y = placed(AUTO, KEPT, STACKED, X, Y)
-    assert_close(run(model, x, y), on_one_device(loss_of, STACKED, X, Y))
+    mylib.testing.verify(run, model, x, y)
 
 
 # The rule.

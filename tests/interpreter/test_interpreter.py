@@ -18,6 +18,7 @@ from mylib._compat import text_with_constants
 from mylib._interpreter.here import run_text
 from mylib._interpreter.interpreter import RULES, Interpreter
 from mylib._interpreter.layouts import bitcast
+from mylib._known_faults import MISREAD
 from mylib.testing import run_here
 
 CASES = [(name, strategy) for name in TRAINED for strategy in program(name).STRATEGIES]
@@ -146,7 +147,7 @@ def test_steps_on_machines(name, strategy, machine):
         with pytest.raises(mylib.AuditError, match="reads padding"):
             run_here(made, values)
         return
-    if (name, strategy, machine.chip.platform) in WRONG:
+    if MISREAD.is_on(machine.chip.platform) and (name, strategy) in WRONG:
         # Once these are right, xla_gpu_copy.md may go.
         assert largest(run_here(made, values), wanted) > 100 * ROUNDING
         if name == "experts":
@@ -159,12 +160,12 @@ def test_steps_on_machines(name, strategy, machine):
 
 # Where XLA loses a copy, as xla_gpu_copy.md describes; of the experts the last was looked into.
 WRONG = {
-    ("vit", "data parallel", "gpu"),
-    ("vit", "FSDP", "gpu"),
-    ("vit", "tensor parallel", "gpu"),
-    ("experts", "FSDP", "gpu"),
-    ("experts", "experts", "gpu"),
-    ("experts", "experts, FSDP", "gpu"),
+    ("vit", "data parallel"),
+    ("vit", "FSDP"),
+    ("vit", "tensor parallel"),
+    ("experts", "FSDP"),
+    ("experts", "experts"),
+    ("experts", "experts, FSDP"),
 }
 
 

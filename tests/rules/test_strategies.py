@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import mylib
 from mylib.rules import Rule, batch, by_axes, by_path, fsdp, like, replicated, where_even
+from mylib.testing import verify
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 KEY = jax.random.key(0)
@@ -168,23 +169,8 @@ def train(case, optimiser, kept, used):
     return model, state, losses
 
 
-@pytest.fixture(scope="module")
-def on_one_device():
-    """The same training on a mesh of one device, by model and optimiser."""
-    mesh = jax.make_mesh(
-        (1, 1), ("data", "model"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2
-    )
-    known = {}
-
-    def reference(name, optimiser):
-        if (name, optimiser) not in known:
-            with jax.set_mesh(mesh):
-                known[name, optimiser] = train(
-                    CASES[name], OPTIMISERS[optimiser], replicated(), replicated()
-                )
-        return known[name, optimiser]
-
-    return reference
+def as_shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def arrays(tree):
@@ -209,17 +195,26 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("name", "strategy", "optimiser"), TRAINED)
-def test_the_numbers_are_those_of_one_device(name, strategy, optimiser, on_one_device):
+def test_the_numbers_are_those_of_one_device(name, strategy, optimiser):
+    case, transform = CASES[name], OPTIMISERS[optimiser]
+    kept, used = strategies(case)[strategy]
+    kept = kept_where(kept, optimiser)
+    placed_step = mylib.filter_jit(step, out_shardings=(kept, kept, None))
+    with jax.set_mesh(MESH):
+        model, state, data = start(case, transform, kept)
+        # Random weights and moments: zeros and ones hide mistakes.
+        drawn = jax.tree.map(lambda x: as_shape(x) if eqx.is_array(x) else x, (model, state))
+        verify(placed_step, data, case, transform, (kept, used), *drawn)
+
+
+@pytest.mark.parametrize(("name", "strategy", "optimiser"), TRAINED)
+def test_trains_where_it_is_kept(name, strategy, optimiser):
     kept, used = strategies(CASES[name])[strategy]
     kept = kept_where(kept, optimiser)
-    model_1, state_1, losses_1 = on_one_device(name, optimiser)
     with jax.set_mesh(MESH):
         model, state, losses = train(CASES[name], OPTIMISERS[optimiser], kept, used)
         wanted = mylib.resolve((model, state), kept)
     assert losses[-1] < losses[0]
-    np.testing.assert_allclose(losses, losses_1, rtol=1e-5)
-    for ours, theirs in zip(arrays((model, state)), arrays((model_1, state_1)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
     for x, target in zip(arrays((model, state)), jax.tree.leaves(wanted), strict=True):
         assert x.sharding.is_equivalent_to(target, x.ndim)
 

@@ -185,6 +185,30 @@ class TestPlan:
             plan.verify()
 
 
+def test_a_callback():
+    """It runs in a thread of XLA's, which must know of float64, too."""
+
+    @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+    def step(x):
+        y = jax.pure_callback(np.asarray, jax.typeof(x), x, vmap_method="expand_dims")
+        return jnp.sum(y**2)
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    assert verify(step, x).wide
+    assert jnp.ones(1).dtype == jnp.float32
+    with jax.enable_x64(True):
+        verify(step, x)
+    assert jnp.ones(1).dtype == jnp.float32
+
+
+def test_gradients_of_integers():
+    @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+    def step(x, counts):
+        return jax.grad(lambda x, n: jnp.sum(x * n), (0, 1), allow_int=True)(x, counts)
+
+    assert len(verify(step, jnp.ones((16, 8)), jnp.arange(16)[:, None]).own) == 1
+
+
 def test_numbers_that_one_device_has_not_either():
     @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
     def logs(x):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib._known_faults import MISREAD
@@ -33,6 +33,20 @@ def test_a_step_of_fsdp(machine):
     assert not report.own and max(r.difference for r in report.wide) < 1e-7
     with pytest.raises(VerifyError, match="float64, by|by .* of"):
         verify(step, model, x, reference=lambda model, x: gradients(model, x[:16]))
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.compiles_for("h100 x 8")
+def test_a_step_of_jax_jit(machine, axes):
+    mesh = Mesh(machine.mesh(data=-1).devices, "data", axis_types=(axes,))
+    rows, copies = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def loss(x, w):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    report = verify(jax.jit(loss, in_shardings=(rows, copies)), x, x)
+    assert not report.own and max(r.difference for r in report.wide) < 1e-7
 
 
 @pytest.mark.skipif(
