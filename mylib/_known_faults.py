@@ -1,5 +1,5 @@
-"""What compilers are known to compile wrongly, without an error. `plan`, `filter_checkpoint` and
-`verify` ask this table, and docs/verify.md shows it.
+"""What compilers are known to compile wrongly, without an error. `plan` and `verify` ask this table,
+and docs/verify.md shows it.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any
 from jaxlib.version import __version__ as VERSION
 
 from ._compat import names
-from ._programs import all_equations, is_on_host, line_of
+from ._programs import all_equations, line_of
 from ._text import some
 
 
@@ -38,11 +38,6 @@ def _sums_by_group(eqn: Any) -> bool:
     return is_convolution and eqn.params[names.PARAM_BATCH_GROUPS] > 1
 
 
-def _saves_on_host(eqn: Any) -> bool:
-    """Whether it is a loop that saves values of its iterations in host memory."""
-    return eqn.primitive.name == names.SCAN and any(is_on_host(x.aval) for x in eqn.outvars)
-
-
 # So it is in plain JAX (0.10.2 and 0.12.0.1). XLA has no public issue about it;
 # tests/plan/test_planning.py fails once it is fixed, and then this may go.
 GROUPED = KnownFault(
@@ -52,14 +47,6 @@ GROUPED = KnownFault(
     ("cpu", "gpu", "tpu"),
     (),
     _sums_by_group,
-)
-# Not in 0.10.2, and no longer in 0.11.2 (on an H100) and 0.12.0.
-OFFLOADED = KnownFault(
-    "XLA reads what a loop has saved in host memory in the wrong order",
-    "openxla/xla 46231",
-    ("gpu",),
-    ("0.11.0",),
-    _saves_on_host,
 )
 # On an H100, with the pass that is on by default in these versions; the text of an issue is in
 # tests/interpreter/xla_gpu_copy.md. An equation doesn't say whether its operand is copied.
@@ -71,7 +58,7 @@ MISREAD = KnownFault(
     ("0.12.0", "0.12.0.1"),
     lambda eqn: eqn.primitive.name == names.DOT,
 )
-KNOWN_FAULTS = (GROUPED, OFFLOADED, MISREAD)
+KNOWN_FAULTS = (GROUPED, MISREAD)
 
 
 def known_faults_in(program: Any, platform: str) -> Iterator[str]:

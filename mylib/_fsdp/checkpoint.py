@@ -28,8 +28,7 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
-from .gather import gathered_in_8_bits_p
-from .offloading import checkpoint
+from .gather import gathered_p
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,7 +117,7 @@ def _is_large_part(avals: Any, params: Any) -> bool:
 # rearranged.
 _IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(
-        names.ONLY_MOVED | {constrain_auto_p.name, gathered_in_8_bits_p.name},
+        names.ONLY_MOVED | {constrain_auto_p.name, gathered_p.name},
         lambda avals, params: True,
     ),
     names.RESHARD: _is_gathered,
@@ -183,8 +182,7 @@ def filter_checkpoint(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every argument that can't be placed according to
-    `in_shardings`. `RuntimeError` if `policy` offloads and the program is compiled for GPUs with a
-    jaxlib whose gradients would be wrong: 0.11.0.
+    `in_shardings`.
 
     !!! Example
 
@@ -241,7 +239,7 @@ class _Checkpointed(eqx.Module):
             args, kwargs = self._placed_arguments(*outline.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
-        run = checkpoint(call, self.policy, prevent_cse=self.prevent_cse)
+        run = jax.checkpoint(call, policy=self.policy, prevent_cse=self.prevent_cse)
         return run(arrays).tree()
 
     def _placed_arguments(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:

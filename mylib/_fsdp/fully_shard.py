@@ -124,9 +124,10 @@ def fully_shard(
     `used` splits over an axis over which `kept` splits none, layers that the model doesn't have or
     that lack a method, and layers of another call of `fully_shard`. It is also raised when a layer
     is called, if the layer is stacked and `kept` or `used` splits the dimension of the layers,
-    because each step of the loop would gather all of them; if an axis is Manual there; if the
-    layer's arrays have changed; and if its input can't be placed as `saved`, or `saved` names no
-    axis by which `used` splits weights.
+    because each step of the loop would gather all of them; if layers are stacked along other
+    dimensions than the first ones; if an axis is Manual there; if the layer's arrays have changed;
+    and if its input can't be placed as `saved`, or `saved` names no axis by which `used` splits
+    weights.
 
     !!! Example
 
@@ -154,8 +155,8 @@ def fully_shard(
     _check_order(layers, kept)
     check_dtypes(dtype, reduce_dtype, send_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
-    _check_saved(saved, checkpoint)
-    methods = _checked(layers, checkpoint, policy)
+    _check_saving(checkpoint, policy, saved)
+    methods = _checked(layers)
     if on_one_device.value:
         return model
     if in_own_dtypes.value:
@@ -206,14 +207,6 @@ def _gathering(
     return new_nodes
 
 
-def _check_saved(saved: Any, checkpoint: bool) -> None:
-    if saved is not None and not checkpoint:
-        raise TypeError(
-            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: "
-            "leave one out"
-        )
-
-
 def _check_order(layers: Any, kept: Any) -> None:
     classes: Sequence[Any] = kept if isinstance(kept, tuple | list) else (kept,)
     if classes and all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
@@ -255,14 +248,21 @@ def _check_prefetch(prefetch: Any, checkpoint: bool, policy: Any, in_turn: bool)
             )
 
 
-def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
+def _check_saving(checkpoint: bool, policy: Any, saved: Any) -> None:
     if policy is recompute_resharded:
         raise TypeError(
             "fully_shard: recompute_resharded returns a policy, and fully_shard applies it to any "
             "policy itself. Give one of jax.checkpoint_policies, or leave out policy="
         )
-    if policy is not None and not checkpoint:
-        raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
+    for option, x in (("policy", policy), ("saved", saved)):
+        if x is not None and not checkpoint:
+            raise TypeError(
+                f"fully_shard: {option}= has no effect with checkpoint=False, which saves "
+                "everything: leave one out"
+            )
+
+
+def _checked(layers: Any) -> _Methods:
     classes = tuple(layers) if isinstance(layers, tuple | list | Mapping) else (layers,)
     for cls in classes:
         origin = get_origin(cls)
@@ -293,16 +293,13 @@ _Node = tuple[Any, Any, Sequence[str] | None]
 
 
 def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
-    names_by_path: dict[str, Sequence[str]] = {}
+    def names(path: Any, x: Any) -> Sequence[str] | None:
+        return methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
 
-    def ends(path: Any, x: Any) -> bool:
-        names = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
-        if names is not None:
-            names_by_path[jtu.keystr(path)] = names
-        return names is not None
-
-    nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=ends, is_leaf_takes_path=True)
-    return [(path, node, names_by_path.get(jtu.keystr(path))) for path, node in nodes], treedef
+    nodes, treedef = jtu.tree_flatten_with_path(
+        model, is_leaf=lambda path, x: names(path, x) is not None, is_leaf_takes_path=True
+    )
+    return [(path, node, names(path, node)) for path, node in nodes], treedef
 
 
 def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[Fault]:
@@ -310,14 +307,11 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
     modules = _modules(model)
     gathering = [(path, x) for path, x in modules if is_layer(x)]
     for path, _ in gathering:
-        yield Fault(
-            jtu.keystr(path),
-            None,
-            "fully_shard",
-            "it gathers its weights already",
+        fix = (
             "call fully_shard once, on the model that the loss takes; for layers of several "
-            "classes give a tuple of them",
+            "classes give a tuple of them"
         )
+        yield because("it gathers its weights already", fix, "fully_shard", jtu.keystr(path))
     if gathering:
         return
     new_layers = [(path, node, names) for path, node, names in nodes if names is not None]
@@ -326,13 +320,12 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
     for path, node, method_names in new_layers:
         yield from _refuse_methods(path, type(node), method_names)
         if any(path[: len(tied)] == tied for tied in shared):
-            yield Fault(
-                name_of(path),
-                None,
-                "fully_shard",
+            yield because(
                 "its weights are tied (eqx.nn.Shared), so they are also used outside its calls",
                 "leave it out of `layers`: weights that are in no layer are gathered once for all "
                 "their uses. Or name a class that holds the eqx.nn.Shared",
+                "fully_shard",
+                name_of(path),
             )
 
 
@@ -340,13 +333,12 @@ def _refuse_methods(path: KeyPath, cls: type, method_names: Sequence[str]) -> It
     lacking = [name for name in method_names if not is_method(cls, name)]
     if lacking:
         public_methods = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
-        yield Fault(
-            jtu.keystr(path),
-            None,
-            f"fully_shard of {cls.__qualname__}",
+        yield because(
             f"{cls.__qualname__} has no method {', '.join(lacking)}",
             "name the methods that gather, as in "
             f"layers={{{cls.__qualname__}: {public_methods or ['encode', 'decode']}}}",
+            f"fully_shard of {cls.__qualname__}",
+            jtu.keystr(path),
         )
 
 

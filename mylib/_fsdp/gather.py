@@ -38,9 +38,9 @@ class Route:
     send_dtype: Any = None
     lookups: bool = False
 
-    def without(self, removed: Sequence[Sequence[int]]) -> "Route":
-        """The route of slices of the weights, which lack these dimensions of each; of the weights
-        themselves if `removed` is empty.
+    def without(self, removed: Sequence[int]) -> "Route":
+        """The route of slices of the weights, which lack as many first dimensions of each; of the
+        weights themselves if `removed` is empty.
         """
         if not removed:
             return self
@@ -85,39 +85,31 @@ def _moved(arrays: list[Any], kept: Targets, used: Targets) -> list[Any]:
 def _gathered_in_8_bits(arrays: list[Any], route: Route) -> list[Any]:
     """The weights where they are used. Those that can be have been sent in `route.send_dtype`."""
     found = list(map(scales_of, arrays, route.kept, route.used))
-    sent, others = [], []
-    for i, scales in enumerate(found):
-        (sent if isinstance(scales, Scales) else others).append(i)
-    cast = [_cast(arrays[i], route.dtype) for i in others]
-    plain = _moved(cast, *(tuple(at[i] for i in others) for at in (route.kept, route.used)))
-    through = _sent_in_8_bits([arrays[i] for i in sent], route.part(sent))
-    both = dict(zip([*others, *sent], [*plain, *through], strict=True))
-    return [both[i] for i in range(len(arrays))]
+    all_scales = {i: scales for i, scales in enumerate(found) if isinstance(scales, Scales)}
+    others = [i for i in range(len(arrays)) if i not in all_scales]
+    plain = replace(route, send_dtype=None, reduce_dtype=None)
+    by_number = dict(
+        zip(others, _gathered([arrays[i] for i in others], plain.part(others))[0], strict=True)
+    )
+    if all_scales:
+        sent, route = [arrays[i] for i in all_scales], route.part([*all_scales])
+        through = partial(_through_8_bits, route=route, all_scales=[*all_scales.values()])
+        # Derivatives are those of weights that are sent as they are.
+        move, _ = _gathering(sent, plain.part([*all_scales]))
+        in_8_bits = replace(move, program=jax.make_jaxpr(through)(sent), of_tangents=move)
+        by_number |= zip(all_scales, _bind(sent, in_8_bits), strict=True)
+    return [by_number[i] for i in range(len(arrays))]
 
 
-def _sent_in_8_bits(arrays: list[Any], route: Route) -> list[Any]:
-    """Weights that can be sent so; derivatives are those of weights that are sent as they are."""
-    if not arrays:
-        return []
-    program = jax.make_jaxpr(partial(_through_8_bits, route=route))(arrays)
-    move, _ = _gathering(arrays, replace(route, send_dtype=None, reduce_dtype=None))
-    return gathered_in_8_bits_p.bind(*arrays, program=program, move=move)
-
-
-def _through_8_bits(arrays: list[Any], route: Route) -> list[Any]:
-    scales = [
-        scales
-        for scales in map(scales_of, arrays, route.kept, route.used)
-        if isinstance(scales, Scales)
-    ]
+def _through_8_bits(arrays: list[Any], route: Route, all_scales: Sequence[Scales]) -> list[Any]:
     kept = keep(arrays, on_device(route.kept))
-    sent = [quantised(x, of, route.send_dtype) for x, of in zip(kept, scales, strict=True)]
+    sent = [quantised(x, of, route.send_dtype) for x, of in zip(kept, all_scales, strict=True)]
     weights = _moved([x for x, _ in sent], route.kept, route.used)
-    kept_at, used_at = (tuple(getattr(x, name) for x in scales) for name in ("kept", "used"))
+    kept_at, used_at = (tuple(getattr(x, name) for x in all_scales) for name in ("kept", "used"))
     values = _moved([value for _, value in sent], kept_at, used_at)
     restored_all = [
         restored(x, value, of, route.dtype or before.dtype)
-        for x, value, of, before in zip(weights, values, scales, arrays, strict=True)
+        for x, value, of, before in zip(weights, values, all_scales, arrays, strict=True)
     ]
     return keep(restored_all, route.used)
 
@@ -184,7 +176,7 @@ def _rule(route: Route, primals: Any, tangents: Any) -> Any:
 
 def _gather_tangents(tangents: list[Any], route: Route) -> Any:
     move, structure = _gathering(tangents, route)
-    return jtu.tree_unflatten(structure, gathered_tangents_p.bind(*tangents, move=move))
+    return jtu.tree_unflatten(structure, _bind(tangents, move))
 
 
 def _gathering(tangents: list[Any], route: Route) -> tuple["_Gathering", Any]:
@@ -200,45 +192,55 @@ def _gathering(tangents: list[Any], route: Route) -> tuple["_Gathering", Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Gathering:
-    """How tangents are gathered, as a program without constants, and what sums cotangents, which
-    isn't the transpose of that. JAX would ask for rules if the program were a parameter itself.
+    """How arrays are gathered, as a program without constants, and what sums cotangents, which
+    isn't the transpose of that; `of_tangents` is how tangents are, if that is another way. JAX
+    would ask for rules if the program were a parameter itself.
     """
 
     program: Any
     backward: Callable[..., Sequence[Any]]
+    of_tangents: "_Gathering | None" = None
 
 
-# What `_gather` does to tangents. It has a transpose of its own, and forward mode, which
-# `jax.custom_vjp` doesn't have.
-gathered_tangents_p = Primitive("gathered_tangents")
-gathered_tangents_p.multiple_results = True
+# What `_gather` does to tangents, and to weights that are sent in 8 bits. It has a transpose of its
+# own, and forward mode, which `jax.custom_vjp` doesn't have. For 8 bits it is no `custom_jvp`,
+# whose rule JAX 0.10 forgets where it takes a derivative of a loop's gradient: then gradients would
+# be those of rounding. And one call, so that a checkpoint's policy saves nothing of it.
+gathered_p = Primitive("gathered")
+gathered_p.multiple_results = True
 
 
-@gathered_tangents_p.def_abstract_eval
-def _abstract(*avals: Any, move: _Gathering) -> Sequence[Any]:
+def _bind(arrays: Sequence[Any], move: _Gathering) -> list[Any]:
+    # Those who walk through programs see only what rounds.
+    rounding = None if move.of_tangents is None else move.program
+    return gathered_p.bind(*arrays, move=move, rounding=rounding)
+
+
+@gathered_p.def_abstract_eval
+def _abstract(*avals: Any, move: _Gathering, **_: Any) -> Sequence[Any]:
     return move.program.out_avals
 
 
-@gathered_tangents_p.def_impl
-def _run_program(*tangents: Any, move: _Gathering) -> Sequence[Any]:
-    return jaxpr_as_fun(move.program)(*tangents)
+@gathered_p.def_impl
+def _run_program(*arrays: Any, move: _Gathering, **_: Any) -> Sequence[Any]:
+    return jaxpr_as_fun(move.program)(*arrays)
 
 
-def _jvp(primals: Any, tangents: Any, *, move: _Gathering) -> tuple[Any, Any]:
-    moved = gathered_tangents_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
-    return gathered_tangents_p.bind(*primals, move=move), moved
+def _jvp(primals: Any, tangents: Any, *, move: _Gathering, **_: Any) -> tuple[Any, Any]:
+    moved = _bind(list(map(ad.instantiate_zeros, tangents)), move.of_tangents or move)
+    return _bind(primals, move), moved
 
 
-def _transpose(cotangents: Any, *tangents: Any, move: _Gathering) -> Sequence[Any]:
+def _transpose(cotangents: Any, *tangents: Any, move: _Gathering, **_: Any) -> Sequence[Any]:
     return move.backward(*map(ad.instantiate_zeros, cotangents))
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Gathering
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Gathering, **_: Any
 ) -> tuple[Any, Any]:
     mapped = [dim is not None for dim in dims]
     move, outputs_mapped = _batched(move, axis, mapped)
-    moved = gathered_tangents_p.bind(*batched_at_front(axis, args, dims, mapped), move=move)
+    moved = _bind(batched_at_front(axis, args, dims, mapped), move)
     return moved, [0 if is_mapped else None for is_mapped in outputs_mapped]
 
 
@@ -246,6 +248,9 @@ def _batched(
     move: _Gathering, axis: Any, mapped: Sequence[bool]
 ) -> tuple[_Gathering, Sequence[bool]]:
     program, outputs_mapped = batched(move.program, axis, mapped)
+    if move.of_tangents is not None:
+        of_tangents, _ = _batched(move.of_tangents, axis, mapped)
+        return replace(of_tangents, program=program, of_tangents=of_tangents), outputs_mapped
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
     backward = jaxpr_as_fun(batched(summed, axis, outputs_mapped)[0])
     return _Gathering(program, backward), outputs_mapped
@@ -261,53 +266,12 @@ def batched_at_front(
     ]
 
 
-ad.primitive_jvps[gathered_tangents_p] = _jvp
-ad.primitive_transposes[gathered_tangents_p] = _transpose
-batching.fancy_primitive_batchers[gathered_tangents_p] = _batch
+ad.primitive_jvps[gathered_p] = _jvp
+ad.primitive_transposes[gathered_p] = _transpose
+batching.fancy_primitive_batchers[gathered_p] = _batch
 # Forward mode moves the tangents of weights as it moves these.
-relate_as_operands(gathered_tangents_p)
-mlir.register_lowering(gathered_tangents_p, mlir.lower_fun(_run_program, multiple_results=True))
-
-
-# Not a `custom_jvp`, whose rule JAX 0.10 forgets where it takes a derivative of a loop's gradient:
-# then gradients would be those of rounding. And one call, so that a checkpoint's policy saves
-# nothing of it.
-gathered_in_8_bits_p = Primitive("gathered_in_8_bits")
-gathered_in_8_bits_p.multiple_results = True
-
-
-@gathered_in_8_bits_p.def_abstract_eval
-def _abstract_in_8_bits(*avals: Any, program: Any, move: _Gathering) -> Sequence[Any]:
-    return program.out_avals
-
-
-@gathered_in_8_bits_p.def_impl
-def _run_in_8_bits(*arrays: Any, program: Any, move: _Gathering) -> Sequence[Any]:
-    return jaxpr_as_fun(program)(*arrays)
-
-
-def _jvp_in_8_bits(
-    primals: Any, tangents: Any, *, program: Any, move: _Gathering
-) -> tuple[Any, Any]:
-    moved = gathered_tangents_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
-    return gathered_in_8_bits_p.bind(*primals, program=program, move=move), moved
-
-
-def _batch_in_8_bits(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, program: Any, move: _Gathering
-) -> tuple[Any, Any]:
-    mapped = [dim is not None for dim in dims]
-    program, outputs_mapped = batched(program, axis, mapped)
-    move, _ = _batched(move, axis, mapped)
-    args = batched_at_front(axis, args, dims, mapped)
-    sent = gathered_in_8_bits_p.bind(*args, program=program, move=move)
-    return sent, [0 if is_mapped else None for is_mapped in outputs_mapped]
-
-
-ad.primitive_jvps[gathered_in_8_bits_p] = _jvp_in_8_bits
-batching.fancy_primitive_batchers[gathered_in_8_bits_p] = _batch_in_8_bits
-relate_as_operands(gathered_in_8_bits_p)
-mlir.register_lowering(gathered_in_8_bits_p, mlir.lower_fun(_run_in_8_bits, multiple_results=True))
+relate_as_operands(gathered_p)
+mlir.register_lowering(gathered_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
 def _backward(
@@ -354,8 +318,7 @@ def _computable(target: Target) -> Target:
     return target
 
 
-def _without(target: Target | None, dims: Sequence[int]) -> Target | None:
+def _without(target: Target | None, count: int) -> Target | None:
     if not isinstance(target, NamedSharding):
         return target
-    entries = [x for dim, x in enumerate(target.spec.partitions) if dim not in dims]
-    return target.update(spec=target.spec.update(partitions=entries))
+    return target.update(spec=target.spec.update(partitions=target.spec.partitions[count:]))

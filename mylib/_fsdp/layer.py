@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
-from itertools import combinations
 from typing import Any
 
 import equinox as eqx
@@ -33,7 +32,6 @@ from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather_weights, keep
 from .gradient_dtype import call_with_sinks
 from .kernel_axes import LayerAxes
-from .offloading import checkpoint
 from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
 from .quantised import Scales, scales_of
@@ -43,8 +41,8 @@ from .residuals import Residuals
 _PLAN = "_fully_shard_plan"
 
 
-# For each array the dimensions that loops and `vmap`s have removed; empty if they removed none.
-Removed = tuple[tuple[int, ...], ...]
+# For each array how many dimensions loops and `vmap`s have removed; empty if they removed none.
+Removed = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _called(
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
         if policy is not None:
             run = _naming(run, outlined(args[:1])[1].count)
-        run = checkpoint(run, policy)
+        run = jax.checkpoint(run, policy=policy)
     return call.filled(run(weights, inputs))
 
 
@@ -274,7 +272,7 @@ def _after(weights: Arrays, inputs: Arrays, route: Route) -> tuple[Arrays, Array
 
 
 def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
-    """The dimensions of the weights given to `fully_shard` that have been removed since."""
+    """How many dimensions of the weights given to `fully_shard` have been removed since."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
     fix = (
@@ -282,42 +280,22 @@ def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
         "that holds both of them, or leave theirs out of `layers`"
     )
     original = "those of the model that fully_shard was called with"
-    count, now = len(plan.shapes), [tuple(x.shape) for x in leaves.arrays]
-    if len(now) != count:
-        reason = f"its arrays are not {original}: it has {len(now)}, and had {count}"
+    now = [tuple(x.shape) for x in leaves.arrays]
+    if len(now) != len(plan.shapes):
+        reason = f"its arrays are not {original}: it has {len(now)}, and had {len(plan.shapes)}"
         raise PlacementError([because(reason, fix, request)])
     # `shard_map` cuts weights.
     are_cut = world.manual_axes and list(map(len, now)) == list(map(len, plan.shapes))
-    shapes = now if are_cut else plan.shapes
-    all_ways = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
+    removed = tuple(len(was) - len(shape) for was, shape in zip(plan.shapes, now, strict=True))
     faults: list[Fault] = []
-    for i, ways in enumerate(all_ways):
-        if not ways:
-            reason = f"it is not a slice of {original}, of shape {plan.shapes[i]}"
-            faults.append(leaves.at(i, because(reason, fix, request)))
-        elif len(ways) > 1:
-            reason = f"it may be a slice of the weights {plan.shapes[i]} along several dimensions"
-            stack = "stack layers along their first dimension (out_axes=0, in_axes=0)"
-            faults.append(leaves.at(i, because(reason, stack, request)))
+    for i, (was, shape, count) in enumerate(zip(plan.shapes, now, removed, strict=True)):
+        if not are_cut and (count < 0 or was[count:] != shape):
+            reason = f"it is not a slice of {original}, of shape {was}, along its first dimensions"
+            stack = "stack layers along their first dimension (out_axes=0, in_axes=0), and "
+            faults.append(leaves.at(i, because(reason, stack + fix, request)))
     if faults:
         raise PlacementError(faults)
-    removed = tuple(ways[0] for ways in all_ways)
     return removed if any(removed) else ()
-
-
-def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The dimensions without which `shape` is `now`, in all ways that are possible. Loops remove
-    the first ones, so if these can be it, they are.
-    """
-    count = len(shape) - len(now)
-    first = tuple(range(count))
-    if count >= 0 and shape[count:] == now:
-        return [first]
-    return [
-        dims
-        for dims in combinations(range(len(shape)), max(count, 0))
-        if tuple(n for i, n in enumerate(shape) if i not in dims) == now
-    ]
 
 
 def _refuse(plan: LayerPlan, leaves: Leaves, stacked: Removed, world: World) -> Iterator[Fault]:
@@ -333,9 +311,8 @@ def _refuse(plan: LayerPlan, leaves: Leaves, stacked: Removed, world: World) -> 
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
             continue
-        spec = dict(enumerate(sharding.spec.partitions))
-        dims = stacked[i] if stacked else ()
-        taken = [a for dim in dims for a in axis_names(spec.get(dim))]
+        entries = sharding.spec.partitions[: stacked[i] if stacked else 0]
+        taken = [axis for entry in entries for axis in axis_names(entry)]
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
         if taken:
             stacked_too = because(

@@ -11,23 +11,24 @@ from .group import MatrixGroup
 
 
 @dataclass(frozen=True)
-class Own:
-    """A leaf of the transform's state that depends on the matrices of one leaf of the model: the
-    `array`-th of the group's arrays, for the group's `member`-th leaf.
+class GroupUpdate:
+    """How the matrices of a group are updated: in the place of the leaf `example` in the tree, with
+    nothing else in it. `state` is the structure of the transform's state of these alone, and
+    `is_own` tells which of its leaves depend on the matrix. For each leaf of the group, `at` are
+    the numbers of these leaves in the transform's state of the whole tree.
+
+    `work` is what the update of a matrix computes, None if that is unknown. `reads_weights` and
+    `init_reads` tell whether `update` and `init` read the weights' values.
     """
 
-    group: int
-    member: int
-    array: int
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A leaf of it that doesn't: a count, coefficients. Each of `copies` has one: the number of a
-    group, or None for the other leaves, and the place there.
-    """
-
-    copies: tuple[tuple[int | None, int], ...]
+    group: MatrixGroup
+    work: int | None
+    example: int
+    state: Any
+    is_own: tuple[bool, ...]
+    at: tuple[tuple[int, ...], ...]
+    reads_weights: bool
+    init_reads: bool
 
 
 @dataclass(frozen=True)
@@ -35,28 +36,24 @@ class Layout:
     """Where each leaf of the transform's state is. It is static, so it says all that is needed to
     read a state without the transform.
 
-    `over` is what was asked for. `works` are what the update of a matrix of each group computes,
-    None if that is unknown. `others` are the leaves that are no matrices, `others_like` the weights
-    that their state is like, None if it has another shape, and `others_places` where that is.
-    `examples` are the leaves in whose places in the tree the groups are updated, `states` the
-    structures of the state of these alone, `owned` tells which of its leaves depend on the matrix,
-    `moves_params` and `init_reads` whether `update` and `init` read the weights' values.
+    `over` is what was asked for. `others` are the leaves that are no matrices, and `others_at` the
+    leaves of their state, by their numbers in that of the whole tree, whose structure is `plain`.
+    `others_like` are the weights that these are like, None if one has another shape, and
+    `others_places` where they are.
     """
 
     tree: Any
     over: tuple[str, ...] | None
-    groups: tuple[MatrixGroup, ...]
-    works: tuple[int | None, ...]
+    updates: tuple[GroupUpdate, ...]
     others: tuple[int, ...]
+    others_at: tuple[int, ...]
     others_like: tuple[int | None, ...]
     others_places: tuple[NamedSharding | None, ...]
-    examples: tuple[int, ...]
-    states: tuple[Any, ...]
-    owned: tuple[tuple[bool, ...], ...]
-    moves_params: tuple[bool, ...]
-    init_reads: tuple[bool, ...]
     plain: Any
-    places: tuple[Own | Shared, ...]
+
+    @property
+    def groups(self) -> list[MatrixGroup]:
+        return [update.group for update in self.updates]
 
     def only(self, leaves: Sequence[Any], numbers: Sequence[int]) -> Any:
         """The tree without the other leaves."""
@@ -64,60 +61,27 @@ class Layout:
         return self.tree.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
     def on(self, shardings: Sequence[NamedSharding]) -> "Layout":
-        """The same leaves, with each weight kept at its sharding."""
-        groups, parts_of = _regrouped(self.groups, shardings, self.over)
-        members = {i: (g, k) for g, x in enumerate(groups) for k, i in enumerate(x.numbers)}
-
-        def moved(place: Own | Shared) -> Own | Shared:
-            if isinstance(place, Own):
-                number = self.groups[place.group].numbers[place.member]
-                return Own(*members[number], place.array)
-            copies = [
-                (part, at)
-                for group, at in place.copies
-                for part in ([None] if group is None else parts_of[group])
-            ]
-            return Shared(tuple(copies))
-
-        def of_parts(each: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(x for x, parts in zip(each, parts_of, strict=True) for _ in parts)
-
-        return replace(
-            self,
-            groups=groups,
-            works=of_parts(self.works),
-            others_places=tuple(None if i is None else shardings[i] for i in self.others_like),
-            examples=of_parts(self.examples),
-            states=of_parts(self.states),
-            owned=of_parts(self.owned),
-            moves_params=of_parts(self.moves_params),
-            init_reads=of_parts(self.init_reads),
-            places=tuple(map(moved, self.places)),
-        )
-
-
-def _regrouped(
-    groups: Sequence[MatrixGroup],
-    shardings: Sequence[NamedSharding],
-    over: tuple[str, ...] | None,
-) -> tuple[tuple[MatrixGroup, ...], list[list[int]]]:
-    """Groups whose leaves are kept alike; and for each of `groups` the numbers of its parts."""
-    if over is None:
-        entries = [entry for s in shardings for entry in s.spec.partitions]
-        over = tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
-    made: list[MatrixGroup] = []
-    parts_of: list[list[int]] = []
-    starts: dict[Any, int] = {}
-    for group in groups:
-        alike: dict[Any, list[int]] = {}
-        for i in group.numbers:
-            alike.setdefault(shardings[i].spec, []).append(i)
-        parts_of.append([*range(len(made), len(made) + len(alike))])
-        for spec, numbers in alike.items():
-            mesh = shardings[numbers[0]].mesh
-            here = tuple(axis for axis in over if axis in mesh.shape)
-            part = replace(group, numbers=tuple(numbers), spec=spec, over=here, mesh=mesh)
-            start = starts.get(part.state_spec, 0)
-            starts[part.state_spec] = (start + part.count) % part.owners
-            made.append(replace(part, start=start))
-    return tuple(made), parts_of
+        """The same leaves, with each weight kept at its sharding: leaves of a group are kept
+        alike.
+        """
+        over = self.over
+        if over is None:
+            entries = [entry for s in shardings for entry in s.spec.partitions]
+            over = tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
+        updates: list[GroupUpdate] = []
+        starts: dict[Any, int] = {}
+        for update in self.updates:
+            alike: dict[Any, list[int]] = {}
+            for member, i in enumerate(update.group.numbers):
+                alike.setdefault(shardings[i].spec, []).append(member)
+            for spec, members in alike.items():
+                numbers = tuple(update.group.numbers[member] for member in members)
+                mesh = shardings[numbers[0]].mesh
+                here = tuple(axis for axis in over if axis in mesh.shape)
+                group = replace(update.group, numbers=numbers, spec=spec, over=here, mesh=mesh)
+                start = starts.get(group.state_spec, 0)
+                starts[group.state_spec] = (start + group.count) % group.owners
+                at = tuple(update.at[member] for member in members)
+                updates.append(replace(update, group=replace(group, start=start), at=at))
+        places = tuple(None if i is None else shardings[i] for i in self.others_like)
+        return replace(self, updates=tuple(updates), others_places=places)

@@ -1,10 +1,9 @@
 """Plans how the matrices of a model are updated, from shapes alone."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import compress
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from .._products import products_in
 from .._tree import Leaves, split
 from .belongs import Belonging, belonging
 from .group import MatrixGroup
-from .layout import Layout, Own, Shared
+from .layout import GroupUpdate, Layout
 from .matrices import Matrices, MatrixDims, matrices_in
 
 
@@ -137,30 +136,40 @@ class _Planner:
         every = self.only(range(len(self.seen)))
         names = [self.leaves.name(i) for i in range(len(self.seen))]
         belongs = belonging(self.request.transform, every, names, self.matrices)
-        groups, works = self.groups()
-        places = _Places(belongs)
-        # All leaves of a group have states of one structure, in other places of the tree.
-        states = [
-            [places.of_member((g, k), i, self.state(i)) for k, i in enumerate(group.numbers)][0]
-            for g, group in enumerate(groups)
-        ]
         others = jtu.tree_leaves_with_path(self.state(*self.others)) if self.others else []
-        places.of_others([path for path, _ in others])
         return Layout(
             tree=self.leaves.treedef,
             over=self.request.over,
-            groups=tuple(groups),
-            works=tuple(works),
+            updates=tuple(self.update(group, work, belongs) for group, work in self.groups()),
             others=tuple(self.others),
+            others_at=tuple(belongs.paths.index(path) for path, _ in others),
             others_like=tuple(self._like(belongs.owner[path], x) for path, x in others),
             others_places=(None,) * len(others),
-            examples=tuple(group.numbers[0] for group in groups),
-            states=tuple(tree for tree, _ in states),
-            owned=tuple(owned for _, owned in states),
-            moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
-            init_reads=tuple(bool(belongs.init_reads & {*g.numbers}) for g in groups),
             plain=belongs.tree,
-            places=tuple(places.of_path[p] for p in belongs.paths),
+        )
+
+    def update(self, group: MatrixGroup, work: int | None, belongs: Belonging) -> GroupUpdate:
+        """All leaves of a group have states of one structure, in other places of the tree."""
+        number_of = {path: number for number, path in enumerate(belongs.paths)}
+        at: list[tuple[int, ...]] = []
+        for i in group.numbers:
+            paths = [path for path, _ in jtu.tree_leaves_with_path(self.state(i))]
+            if not {belongs.owner.get(path, -1) for path in paths} <= {None, i}:
+                raise ValueError(
+                    "by_matrix: the state of a weight isn't at the weight's place in the tree of "
+                    f"the optimiser's state, but at {jtu.keystr(paths[0])}: keep it in a tree like "
+                    "that of the weights"
+                )
+            at.append(tuple(number_of[path] for path in paths))
+        return GroupUpdate(
+            group=group,
+            work=work,
+            example=group.numbers[0],
+            state=jtu.tree_structure(self.state(group.numbers[0])),
+            is_own=tuple(belongs.owner[belongs.paths[n]] is not None for n in at[0]),
+            at=tuple(at),
+            reads_weights=not belongs.needs_params.isdisjoint(group.numbers),
+            init_reads=not belongs.init_reads.isdisjoint(group.numbers),
         )
 
     def _like(self, owner: int | None, x: Any) -> int | None:
@@ -170,7 +179,7 @@ class _Planner:
         """The state of some leaves."""
         return jax.eval_shape(self.request.transform.init, self.only(numbers))
 
-    def groups(self) -> tuple[list[MatrixGroup], list[int | None]]:
+    def groups(self) -> Iterator[tuple[MatrixGroup, int | None]]:
         """Leaves of one shape whose updates are the same program, traced in their places in the
         tree; and what the update of one matrix of each group computes.
         """
@@ -182,56 +191,17 @@ class _Planner:
             alike.setdefault(key, []).append(i)
             if key not in works:
                 works[key] = _work(program)
-        groups = [
-            MatrixGroup(
+        for key, numbers in alike.items():
+            shape, dtype, dims, _ = key
+            group = MatrixGroup(
                 tuple(numbers), shape, dtype, PartitionSpec(), dims, (), self.mesh, 0,
                 self.request.dtype,
-            )
-            for (shape, dtype, dims, _), numbers in alike.items()
-        ]  # fmt: skip
-        return groups, list(works.values())
+            )  # fmt: skip
+            yield group, works[key]
 
     def _program(self, number: int) -> Any:
         tree, transform = self.only([number]), self.request.transform
         return jax.make_jaxpr(transform.update)(tree, self.state(number), tree)
-
-
-class _Places:
-    """Where the leaves of the transform's state are, by their paths."""
-
-    def __init__(self, belongs: Belonging):
-        self.belongs = belongs
-        self.of_path: dict[Any, Own | Shared] = {}
-
-    def of_member(
-        self, place: tuple[int, int], number: int, state: Any
-    ) -> tuple[Any, tuple[bool, ...]]:
-        """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
-        group, member = place
-        paths = [path for path, _ in jtu.tree_leaves_with_path(state)]
-        owners = [self.belongs.owner.get(path, -1) for path in paths]
-        if not {*owners} <= {None, number}:
-            raise ValueError(
-                "by_matrix: the state of a weight isn't at the weight's place in the tree of the "
-                f"optimiser's state, but at {jtu.keystr(paths[0])}: keep it in a tree like that of "
-                "the weights"
-            )
-        owned = tuple(owner is not None for owner in owners)
-        for array, path in enumerate(compress(paths, owned)):
-            self.of_path[path] = Own(group, member, array)
-        others = [path for path, is_own in zip(paths, owned, strict=True) if not is_own]
-        for at, path in enumerate(others):
-            self._share(path, (group, at))
-        return jtu.tree_structure(state), owned
-
-    def of_others(self, paths: Sequence[Any]) -> None:
-        for at, path in enumerate(paths):
-            self._share(path, (None, at))
-
-    def _share(self, path: Any, copy: tuple[int | None, int]) -> None:
-        known = self.of_path.get(path, Shared(()))
-        assert isinstance(known, Shared), path
-        self.of_path[path] = Shared(tuple(dict.fromkeys([*known.copies, copy])))
 
 
 def _text(program: Any) -> Any:

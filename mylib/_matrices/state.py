@@ -1,7 +1,7 @@
 """The state of `by_matrix`, and the transform's own state, which knows nothing of devices."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,12 @@ from .._transfer import filter_device_put, filter_shard
 from ..rules import fsdp
 from .balance import note_on
 from .group import MatrixGroup
-from .layout import Layout, Own
+from .layout import GroupUpdate, Layout
 
 State = Any
 
 
-@jtu.register_pytree_with_keys_class
+@jtu.register_dataclass
 @dataclass(frozen=True)
 class MatrixState:
     """For each group, the arrays that depend on the matrix, stacked and sharded over their owners,
@@ -28,11 +28,7 @@ class MatrixState:
     stacks: tuple[tuple[Any, ...], ...]
     shared: tuple[tuple[Any, ...], ...]
     others: Any
-    layout: Layout
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
-        names = "stacks", "shared", "others"
-        return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
+    layout: Layout = field(metadata={"static": True})
 
     def on(self, shardings: Sequence[NamedSharding]) -> "MatrixState":
         """The state for weights that are kept at these shardings, without numbers."""
@@ -41,9 +37,10 @@ class MatrixState:
         def on_mesh(group: MatrixGroup, x: Any, shape: tuple[int, ...], spec: Any) -> Any:
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(group.mesh, spec))
 
+        before = {update.example: number for number, update in enumerate(self.layout.updates)}
         stacks, shared = [], []
-        for group, example in zip(layout.groups, layout.examples, strict=True):
-            old = self.layout.examples.index(example)
+        for update in layout.updates:
+            group, old = update.group, before[update.example]
             stacks.append(
                 tuple(
                     on_mesh(group, x, (group.stacked, *x.shape[1:]), group.state_spec)
@@ -55,13 +52,8 @@ class MatrixState:
 
     def notes_of_explain(self) -> list[str]:
         """What `mylib.explain` prints below its table."""
-        layout = self.layout
-        return [note_on(layout.groups, layout.works)] if layout.groups else []
-
-    @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> "MatrixState":
-        stacks, shared, others = children
-        return cls(stacks, shared, others, layout)
+        updates = self.layout.updates
+        return [note_on(self.layout.groups, [x.work for x in updates])] if updates else []
 
 
 def to_plain(state: State, /) -> State:
@@ -113,19 +105,13 @@ def _rewritten(change: Callable[[MatrixState, Any], Any], tree: Any, values: Any
 @jax.jit
 def _plain_arrays(state: MatrixState) -> Any:
     layout = state.layout
-    members = [
-        [_members(group, x) for x in arrays]
-        for group, arrays in zip(layout.groups, state.stacks, strict=True)
-    ]
-    others = jtu.tree_leaves(state.others)
-    leaves = []
-    for place in layout.places:
-        if isinstance(place, Own):
-            leaves.append(members[place.group][place.array][place.member])
-        else:
-            group, at = place.copies[0]
-            leaves.append(others[at] if group is None else state.shared[group][at])
-    return layout.plain.unflatten(leaves)
+    leaves = dict(zip(layout.others_at, jtu.tree_leaves(state.others), strict=True))
+    for update, stacks, shared in zip(layout.updates, state.stacks, state.shared, strict=True):
+        for numbers, x in zip(_leaves_of(update, own=True), stacks, strict=True):
+            leaves |= zip(numbers, _members(update.group, x), strict=True)
+        for numbers, x in zip(_leaves_of(update, own=False), shared, strict=True):
+            leaves |= dict.fromkeys(numbers, x)
+    return layout.plain.unflatten([leaves[number] for number in range(len(leaves))])
 
 
 def _members(group: MatrixGroup, x: Any) -> list[Any]:
@@ -140,44 +126,42 @@ def _members(group: MatrixGroup, x: Any) -> list[Any]:
 def _state_of(like: MatrixState, plain: Any) -> MatrixState:
     layout = like.layout
     leaves = layout.plain.flatten_up_to(plain)
-    placed = [
-        _put(x, layout.groups[place.group], like.stacks[place.group][place.array])
-        if isinstance(place, Own)
-        else x
-        for place, x in zip(layout.places, leaves, strict=True)
-    ]
-    shapes = tuple(tuple(x.shape[1:] for x in stacks) for stacks in like.stacks)
-    return _joined(layout, jtu.tree_structure(like.others), shapes, placed)
+    shapes: list[tuple[Any, ...]] = []
+    for update, stacks in zip(layout.updates, like.stacks, strict=True):
+        shapes.append(tuple(x.shape[1:] for x in stacks))
+        for numbers, shape in zip(_leaves_of(update, own=True), shapes[-1], strict=True):
+            for i in numbers:
+                leaves[i] = _put(leaves[i], update.group, shape)
+    return _joined(layout, jtu.tree_structure(like.others), tuple(shapes), leaves)
 
 
-def _put(x: Any, group: MatrixGroup, stack: Any) -> Any:
+def _leaves_of(update: GroupUpdate, own: bool) -> list[tuple[int, ...]]:
+    """For each array of a group's state that depends on the matrix, or for each that doesn't, the
+    numbers of those of its members.
+    """
+    pairs = zip(zip(*update.at, strict=True), update.is_own, strict=True)
+    return [numbers for numbers, is_own in pairs if is_own == own]
+
+
+def _put(x: Any, group: MatrixGroup, shape: tuple[int, ...]) -> Any:
     """A leaf of the plain state on the mesh, as its weight is if it has its shape."""
-    spec = group.spec if stack.shape[1:] == group.matrix.shape else PartitionSpec()
+    spec = group.spec if shape == group.matrix.shape else PartitionSpec()
     return filter_device_put(x, NamedSharding(group.mesh, spec))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _joined(layout: Layout, others_tree: Any, shapes: Any, leaves: Sequence[Any]) -> MatrixState:
-    members: dict[tuple[int, int], dict[int, Any]] = {}
-    copies: dict[tuple[int | None, int], Any] = {}
-    for place, x in zip(layout.places, leaves, strict=True):
-        if isinstance(place, Own):
-            members.setdefault((place.group, place.array), {})[place.member] = x
-        else:
-            copies.update(dict.fromkeys(place.copies, x))
-    stacks = tuple(
-        tuple(
-            _stack(group, [members[g, a][m] for m in range(len(group.numbers))], shape)
-            for a, shape in enumerate(shapes[g])
+    stacks, shared = [], []
+    for update, of_arrays in zip(layout.updates, shapes, strict=True):
+        stacks.append(
+            tuple(
+                _stack(update.group, [leaves[i] for i in numbers], shape)
+                for numbers, shape in zip(_leaves_of(update, own=True), of_arrays, strict=True)
+            )
         )
-        for g, group in enumerate(layout.groups)
-    )
-    shared = tuple(
-        tuple(copies[g, i] for i in range(len(owned) - sum(owned)))
-        for g, owned in enumerate(layout.owned)
-    )
-    others = [copies[None, i] for i in range(others_tree.num_leaves)]
-    return MatrixState(stacks, shared, others_tree.unflatten(others), layout)
+        shared.append(tuple(leaves[first] for first, *_ in _leaves_of(update, own=False)))
+    others = others_tree.unflatten([leaves[i] for i in layout.others_at])
+    return MatrixState(tuple(stacks), tuple(shared), others, layout)
 
 
 def _stack(group: MatrixGroup, members: Sequence[Any], shape: tuple[int, ...]) -> Any:

@@ -14,20 +14,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jit import expect
 from .._placement import PLANNING, plan_in_force
 from .._transfer import filter_shard
-from .group import MatrixGroup
-from .layout import Layout
+from .layout import GroupUpdate, Layout
 from .state import MatrixState
 
 Arrays = list[Any]
+Values = Sequence[Any]
 
 
 def initial(transform: Any, layout: Layout, params: Any) -> MatrixState:
     """The state of `transform`, created on the devices that own the matrices."""
     leaves = layout.tree.flatten_up_to(params)
     stacks, shared = [], []
-    for number, group in enumerate(layout.groups):
-        work = _GroupStep(transform, layout, number)
-        parts = work.parts_of(leaves) if layout.init_reads[number] else []
+    for how in layout.updates:
+        group, work = how.group, _GroupStep(transform, layout, how)
+        parts = work.parts_of(leaves) if how.init_reads else []
         stacks.append(
             tuple(group.per_device(work.start, ([group.spec] * len(parts),), work.spec)(parts))
         )
@@ -52,18 +52,16 @@ def updated(
     results = list(leaves)
     stacks, shared = [], []
     previous: Arrays = []
-    for number, group in enumerate(layout.groups):
-        work = _GroupStep(transform, layout, number, extra)
-        read = weights if weights and layout.moves_params[number] else None
+    for how, own, common in zip(layout.updates, state.stacks, state.shared, strict=True):
+        work = _GroupStep(transform, layout, how, extra)
+        read = weights if weights and how.reads_weights else None
         moved = work.parts_of(leaves), [] if read is None else work.parts_of(read)
         # One group after the other, so that the whole matrices of one are there at a time.
         moved, _ = lax.optimization_barrier((moved, previous))
-        previous, stack, common = work.update(
-            *moved, state.stacks[number], state.shared[number], weights is not None
-        )
-        for i, x in zip(group.numbers, previous, strict=True):
+        previous, own, common = work.update(*moved, own, common, weights is not None)
+        for i, x in zip(how.group.numbers, previous, strict=True):
             results[i] = x
-        stacks.append(tuple(stack))
+        stacks.append(tuple(own))
         shared.append(tuple(common))
     others = state.others
     if layout.others:
@@ -87,11 +85,10 @@ _NOT_MADE = (
 class _GroupStep:
     """What is done with one group."""
 
-    def __init__(self, transform: Any, layout: Layout, number: int, extra: Any = None):
+    def __init__(self, transform: Any, layout: Layout, how: GroupUpdate, extra: Any = None):
         self.transform, self.layout, self.extra = transform, layout, extra or {}
-        self.group: MatrixGroup = layout.groups[number]
-        self.is_own, self.state = layout.owned[number], layout.states[number]
-        self.spec, self.example = self.group.state_spec, layout.examples[number]
+        self.group, self.is_own, self.state = how.group, how.is_own, how.state
+        self.spec, self.example = how.group.state_spec, how.example
 
     def parts_of(self, leaves: Sequence[Any]) -> Arrays:
         parts = [leaves[i] for i in self.group.numbers]
@@ -122,10 +119,10 @@ class _GroupStep:
         return jax.vmap(lambda x: self.own(self.init(x)))(whole)
 
     def update(
-        self, parts: Arrays, weights: Arrays, own: Arrays, shared: Arrays, has_params: bool
+        self, parts: Arrays, weights: Arrays, own: Values, shared: Values, has_params: bool
     ) -> tuple[Arrays, Arrays, Arrays]:
         group = self.group
-        dynamic, static = _split(self.extra)
+        dynamic, static = eqx.partition(self.extra, eqx.is_array)
 
         def on_device(
             parts: Arrays, weights: Arrays, own: Arrays, shared: Arrays, dynamic: Any
@@ -134,7 +131,8 @@ class _GroupStep:
             read = group.whole(weights) if weights else None
             if read is None and has_params:
                 read = jnp.zeros(whole.shape, whole.dtype)
-            step = lambda n: self.step(n, whole, read, own, shared, static(dynamic))  # noqa: E731
+            extra = eqx.combine(dynamic, static)
+            step = lambda n: self.step(n, whole, read, own, shared, extra)  # noqa: E731
             new, own, shared = self.for_owned(step, own)
             return group.parts(new), own, shared
 
@@ -183,8 +181,3 @@ class _GroupStep:
 
         head = None if read is None else read[:n]
         return jax.vmap(one, out_axes=(0, 0, None))(whole[:n], head, [x[:n] for x in own])
-
-
-def _split(extra: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
-    dynamic, static = eqx.partition(extra, eqx.is_array)
-    return dynamic, lambda dynamic: eqx.combine(dynamic, static)

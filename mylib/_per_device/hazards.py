@@ -2,18 +2,16 @@
 same on all devices, and deadlocks.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from itertools import compress
+from operator import and_
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from .._compat import names, opened, type_under
 from .._placement import AxisSet, axes_of_type, union
-from .._programs import all_equations, all_jaxprs, is_opaque, jaxprs_in, line_of
+from .._programs import all_equations, all_jaxprs, followed, is_opaque, jaxprs_in, line_of
 
 # Primitives that name mesh axes without communicating.
 _SILENT = (names.AXIS_INDEX, names.PVARY)
@@ -89,14 +87,15 @@ def _branches(eqn: Any) -> list[Any]:
 
 
 def _mistakes(
-    eqn: Any, axes: AxisSet, jaxpr: Any, constants: Callable[[], set[int]]
+    eqn: Any, axes: AxisSet, jaxpr: Any, constants: Callable[[], dict[int, list[bool]]]
 ) -> Iterator[str]:
     alike: list[int] = []
     if eqn.primitive.name == names.COND:
+        pairs = zip(eqn.invars[1:], constants()[id(eqn)][1:], strict=True)
         alike = [
             i
-            for i, x in enumerate(eqn.invars[1:])
-            if _is_differentiable(x) and axes - _of_types([x]) and not _is_constant(x, constants())
+            for i, (x, is_constant) in enumerate(pairs)
+            if _is_differentiable(x) and axes - _of_types([x]) and not is_constant
         ]
         if any(_casts(branch, alike, axes) for branch in _branches(eqn)):
             yield _would_add_up(eqn, axes)
@@ -130,39 +129,33 @@ def _is_differentiable(x: Any) -> bool:
     return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def _is_constant(x: Any, constants: set[int]) -> bool:
-    return isinstance(x, Literal) or id(x) in constants
+def _constants_in(program: Any) -> dict[int, list[bool]]:
+    """For each cond in a program, by its id: which operands don't depend on the program's
+    arguments. They have no gradient.
+    """
+    found: dict[int, list[bool]] = {}
 
+    def rule(eqn: Any, are_constant: list[bool]) -> list[bool]:
+        name = eqn.primitive.name
+        if name == names.COND:  # which may be in a function that is called several times
+            elsewhere = found.get(id(eqn), are_constant)
+            found[id(eqn)] = list(map(and_, are_constant, elsewhere))
+        for inner in map(opened, jaxprs_in(eqn)):
+            given = [False] * len(inner.invars)
+            if name in _PASS_ON:
+                given = are_constant[len(are_constant) - len(given) :]
+            followed(inner, given, rule, lambda x: True)
+        return [all(are_constant)] * len(eqn.outvars)
 
-# The two searches below are not `followed`: they need the sets of values in all jaxprs at once, and
-# end at the first equation that decides.
-
-
-def _constants_in(program: Any) -> set[int]:
-    """The values in a program that don't depend on its arguments: they have no gradient."""
-    inside = (inner for eqn in all_equations(program) for inner in jaxprs_in(eqn))
-    calls = Counter(id(opened(inner)) for inner in inside)
-    constants: set[int] = set()
-    queue = [opened(program)]
-    for jaxpr in queue:
-        constants |= set(map(id, jaxpr.constvars))
-        for eqn in jaxpr.eqns:
-            are_constant = [_is_constant(x, constants) for x in eqn.invars]
-            if all(are_constant):
-                constants |= set(map(id, eqn.outvars))
-            for inner in map(opened, jaxprs_in(eqn)):
-                # A jaxpr with several callers may have other arguments there.
-                if eqn.primitive.name in _PASS_ON and calls[id(inner)] == 1:
-                    flags = are_constant[len(eqn.invars) - len(inner.invars) :]
-                    constants |= set(map(id, compress(inner.invars, flags)))
-                    queue.append(inner)
-    return constants
+    followed(program, [False] * len(opened(program).invars), rule, lambda x: True)
+    return found
 
 
 # Equations that pass their operands on to their jaxprs (a cond all but the first).
 _PASS_ON = (names.JIT, names.SHARD_MAP, names.COND, names.REMAT, names.CUSTOM_JVP_CALL)
 
 
+# Not `followed`: it begins at a value in the middle, and ends at the first equation that decides.
 def _uncast_outputs(jaxpr: Any, reached: set[int], axes: AxisSet) -> set[int] | None:
     """The outputs that these values, or values computed from them, reach without a `pcast`; None if
     an equation depends on the missing cast.

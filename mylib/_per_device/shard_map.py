@@ -34,7 +34,7 @@ from .._transfer import place_leaves
 from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
 from .hazards import wrong_in
 from .missing_axes import unknown_named
-from .specs import ManualMesh, Specs, refuse_map, spec_in
+from .specs import ManualMesh, Specs, spec_in
 from .summed_twice import warn_of_sums
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class Mapped:
         region = specs.region(world)
         of_arguments = specs.resolve(function, function.split(arguments), *arguments, world)
         if not options.check_vma:
-            _refuse_to_forget(function, arguments, world)
+            _refuse_to_forget(specs, arguments, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         leaves = split((self.fun, arguments), options.naming, abstract=False)
         whole = NamedSharding(region.mesh, PartitionSpec())
@@ -354,12 +354,11 @@ def _enter(
     return place_leaves(leaves, moves, world), specs
 
 
-def _refuse_to_forget(function: Function, arguments: Any, world: World) -> None:
+def _refuse_to_forget(specs: Specs, arguments: Any, world: World) -> None:
     """An inner shard_map with `check_vma=False` would drop the varying types of the outer one."""
     axes = union(varying(x) for x in outlined(arguments)[0]) & world.manual_axes
     if axes:
-        refuse_map(
-            function,
+        specs.refuse(
             "check_vma=False here would lose track of arguments that differ between the devices "
             f"of the outer filter_shard_map along {', '.join(map(repr, sorted(axes)))}",
             "give both of them the same check_vma",

@@ -106,11 +106,6 @@ _FOR_NUMBERS = (
 )
 
 
-def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:
-    request = f"filter_shard_map of {function.name}"
-    raise PlacementError([because(reason, fix, request)])
-
-
 @dataclass(frozen=True, eq=False)
 class Specs(Inputs):
     """How the arguments of a function are split over the axes `manual` (None: all)."""
@@ -126,20 +121,22 @@ class Specs(Inputs):
     also_staged = False
     decisive = ("sharding",)
 
+    def refuse(self, reason: str, fix: str) -> NoReturn:
+        request = f"filter_shard_map of {self.function.name}"
+        raise PlacementError([because(reason, fix, request)])
+
     def region(self, world: World) -> ManualMesh:
-        function, mesh = self.function, self._mesh_in(world)
+        mesh = self._mesh_in(world)
         free = frozenset(mesh.axis_names).difference(mesh.manual_axes)
         names = free if self.manual is None else self.manual
         if not free:
-            refuse_map(
-                function,
+            self.refuse(
                 f"the outer filter_shard_map splits over all axes of {show_mesh(mesh)} already",
-                f"call {function.name} itself, or give the outer filter_shard_map axis_names= that "
-                "leave an axis for this one",
+                f"call {self.function.name} itself, or give the outer filter_shard_map axis_names= "
+                "that leave an axis for this one",
             )
         if not names <= free:
-            refuse_map(
-                function,
+            self.refuse(
                 f"its axis_names are {tuple(sorted(names, key=str))}, and the axes of "
                 f"{show_mesh(mesh)} that are not split over yet are "
                 f"{tuple(sorted(free, key=str))}",
@@ -148,13 +145,12 @@ class Specs(Inputs):
         return ManualMesh(mesh, names)
 
     def _mesh_in(self, world: World) -> AnyMesh:
-        function, around = self.function, world.mesh
+        around = world.mesh
         requested = self._requested_mesh
         if around.empty:
             mesh = requested or world.devices
             if mesh is None:
-                refuse_map(
-                    function,
+                self.refuse(
                     "there is no mesh here",
                     "pass `mesh=`, or call it under `jax.set_mesh(mesh)`",
                 )
@@ -162,8 +158,7 @@ class Specs(Inputs):
         devices = world.devices
         other = "" if requested is None else _difference(requested, around, devices)
         if other:
-            refuse_map(
-                function,
+            self.refuse(
                 f"the mesh in force here is {show_mesh(around)}, and `mesh=` is {other}",
                 "leave out `mesh=`, or call it outside of `jax.set_mesh`",
             )
@@ -171,8 +166,7 @@ class Specs(Inputs):
             return around  # axis types can't change inside a program
         if requested is not None and requested.axis_types != around.axis_types:
             if not (world.clean and isinstance(requested, Mesh)):
-                refuse_map(
-                    function,
+                self.refuse(
                     f"`mesh=` has axes of the types {_show_types(requested)}, and those of the "
                     f"mesh in force here are {_show_types(around)}",
                     "leave out `mesh=`, or call it outside of `jax.set_mesh`, or in `jax.jit`, "

@@ -91,13 +91,11 @@ def state_bytes(state: MatrixState) -> int:
 def seconds_of(state: MatrixState, flops: Mapping[str, float]) -> float:
     """What the most loaded device computes, at these rates of dtypes."""
     layout = state.layout
-    pairs = zip(layout.groups, layout.works, strict=True)
-    works = [(work or 0) / flops[str(group.dtype)] for group, work in pairs]
+    works = [(x.work or 0) / flops[str(x.group.dtype)] for x in layout.updates]
     return float(loads_of(layout.groups, works).max())
 
 
 def sent_by(state: MatrixState) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """The collectives of an update: their kind, over which axes, and of how many bytes."""
-    layout = state.layout
-    for group, reads_weights in zip(layout.groups, layout.moves_params, strict=True):
-        yield from group.sent(3 if reads_weights else 2)
+    for update in state.layout.updates:
+        yield from update.group.sent(3 if update.reads_weights else 2)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from .._fsdp import IN_8_BITS
-from .._known_faults import OFFLOADED, VERSION
 from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
@@ -132,7 +131,6 @@ def plan(
     limits = {"compile": compile, "budget": budget, "measure": measure}
     _check(policies, axes, memory, micro_batches, limits)
     sent = _names(send_dtypes)
-    _check_offloading(policies, target)
     _check_axes(axes, target)
     _check_place(target, compile, measure)
     rated, is_assumed = with_figures(target)
@@ -211,15 +209,6 @@ def _names(send_dtypes: Sequence[Any]) -> tuple[str, ...]:
         some = ", ".join(x.name for x in IN_8_BITS)
         raise ValueError(f"plan: send_dtypes={send_dtypes!r}: write some of {some}")
     return tuple(x.name for x in dtypes)
-
-
-def _check_offloading(policies: Sequence[str], target: Machine) -> None:
-    offloading = {"offload_inputs", "offload"} & {*policies}
-    if offloading and OFFLOADED.is_on(target.chip.platform):
-        raise PlanError(
-            f"policies: on GPUs {OFFLOADED.what} ({OFFLOADED.told}) with jaxlib {VERSION}: leave "
-            f"{' and '.join(map(repr, sorted(offloading)))} out, or use another version"
-        )
 
 
 def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:

@@ -158,16 +158,12 @@ class OnMesh(Generic[P, T]):
 
     def _results_of(self, leaves: Leaves, arguments: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling
-        it tells. It is the same for all arguments of the same types, if these can be compared.
+        it tells. It is the same for all arguments of the same types.
         """
         if self._out_shardings is None or Kind.TRACED in leaves.kinds:
             return None
         types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
         key = outline_of(leaves), types
-        try:
-            hash(key)
-        except TypeError:
-            return self._resolved(arguments)
         if key not in self._results_by_types:
             self._results_by_types[key] = self._resolved(arguments)
         return self._results_by_types[key]

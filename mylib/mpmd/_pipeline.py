@@ -1,6 +1,7 @@
 """`pipeline`: a model cut into stages, each on a mesh of its own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -125,6 +126,7 @@ def pipeline(
     return Pipeline(modules, loss, schedule, tied_groups(tied, modules), checkpoint)
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """The loss of a pipeline and its gradients, as a function of the stages and a batch. Made by
     [`mylib.mpmd.pipeline`][], which explains how it is called.
@@ -151,20 +153,12 @@ class Pipeline:
         ```
     """
 
-    def __init__(
-        self,
-        modules: list[Module],
-        loss: Loss,
-        schedule: Schedule,
-        tied: list[list[Place]],
-        checkpoint: bool,
-    ):
-        self._modules = modules
-        self._loss = loss
-        self._tied = tied
-        self._checkpoint = checkpoint
-        self._plans: dict[Any, PipelinePlan] = {}
-        self.schedule = schedule
+    _modules: list[Module]
+    _loss: Loss
+    schedule: Schedule
+    _tied: list[list[Place]]
+    _checkpoint: bool
+    _plans: dict[Any, PipelinePlan] = field(default_factory=dict, init=False)
 
     def compile(
         self, x: PyTree[Any], y: PyTree[Any], /

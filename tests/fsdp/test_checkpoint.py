@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import equinox as eqx
@@ -37,7 +36,6 @@ from stacks import (
 import mylib
 from mylib import PlacementError, filter_checkpoint, filter_shard, recompute_resharded
 from mylib._compat import opened
-from mylib._known_faults import OFFLOADED
 from mylib._programs import all_jaxprs, jaxprs_in
 
 SIZE = Size(width=128, hidden=512, heads=4, depth=3, batch=16, time=16)
@@ -750,41 +748,3 @@ def test_checks_at_run_time_are_kept():
     np.testing.assert_allclose(gradient(INPUT), 0.5)
     with pytest.raises(eqx.EquinoxRuntimeError, match="it is negative"):
         gradient(-INPUT)
-
-
-class TestOffloadingIsWrong:
-    """As with jaxlib 0.11.0 on GPUs."""
-
-    @pytest.fixture(autouse=True)
-    def wrong_version(self, monkeypatch):
-        here = replace(OFFLOADED, versions=(metadata.version("jaxlib"),))
-        monkeypatch.setattr("mylib._fsdp.offloading.OFFLOADED", here)
-
-    @staticmethod
-    def lowered(fun, platform, policy):
-        loop = mylib.filter_checkpoint(fun, policy=policy)
-        turns = jax.grad(lambda x: jax.lax.scan(lambda x, _: (loop(x), 0), x, length=3)[0].sum())
-        traced = jax.jit(jax.vmap(turns)).trace(jnp.ones((2, 4, 4)))
-        return traced.lower(lowering_platforms=(platform,))
-
-    @pytest.mark.parametrize("wrap", [lambda x: x, mylib.recompute_resharded])
-    def test_a_program_for_gpus_is_refused(self, wrap):
-        policy = wrap(OFFLOADING["dots"])
-        for _ in range(2):  # the second time JAX has its trace
-            with pytest.raises(RuntimeError, match="wrong order"):
-                self.lowered(lambda x: jnp.sin(x @ x), "cuda", policy)
-        self.lowered(lambda x: jnp.sin(x @ x), "cpu", policy)
-
-    def test_what_offloads_nothing_is_not(self):
-        self.lowered(lambda x: jnp.sin(x @ x), "cuda", jax.checkpoint_policies.dots_saveable)
-        names = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["a name"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-        self.lowered(lambda x: jnp.sin(x @ x), "cuda", names)
-
-    def test_neither_is_the_value_alone(self):
-        run = mylib.filter_checkpoint(lambda x: jnp.sin(x @ x), policy=OFFLOADING["dots"])
-        jax.jit(run).trace(jnp.ones((4, 4))).lower(lowering_platforms=("cuda",))
