@@ -1,5 +1,5 @@
-"""What compilers are known to compile wrongly, without an error. `plan` and `verify` ask this table,
-and docs/verify.md shows it.
+"""What compilers are known to compile wrongly, without an error. `plan` and `verify` ask this
+table, and docs/verify.md shows it.
 """
 
 from collections.abc import Callable, Iterator

@@ -26,7 +26,8 @@ def computed(program: Any) -> tuple[Alive, ...]:
             if shape:
                 dtype = x.aval.str_short(short_dtypes=True).partition("[")[0]
                 size, frame = math.prod(shape) * x.aval.dtype.itemsize, frame_of(eqn)
-                is_known = frame is not None and is_of_user(frame.file_name)
-                line = spot(frame.file_name, frame.line_num) if is_known else ""
+                line = ""
+                if frame is not None and is_of_user(frame.file_name):
+                    line = spot(frame.file_name, frame.line_num)
                 largest.setdefault((dtype, shape), Alive(size, 1, dtype, shape, name, line))
     return tuple(sorted(largest.values(), key=lambda x: -x.bytes)[:_SHOWN])
