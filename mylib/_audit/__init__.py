@@ -1,5 +1,6 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
+from .attributes import factors_of as factors_of, labels_of as labels_of, window_of as window_of
 from .attribution import (
     callbacks_of as callbacks_of,
     kernels_of_cudnn as kernels_of_cudnn,
@@ -23,6 +24,8 @@ from .hlo import (
 )
 from .links import Message as Message, seconds as seconds
 from .memory import compiled_for as compiled_for, memory_of as memory_of, places_of as places_of
+from .opcodes import OPCODES as OPCODES, Likeness as Likeness, Meaning as Meaning
+from .positions import COMPARED as COMPARED
 from .report import (
     Collective as Collective,
     Contract as Contract,
@@ -38,6 +41,7 @@ from .report import (
 )
 from .roofline import Estimate as Estimate, speeds as speeds
 from .snapshot import check_snapshot as check_snapshot
+from .targets import TARGETS as TARGETS
 from .work import Work as Work
 
 # Tracebacks and pickles then show the public names.

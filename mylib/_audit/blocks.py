@@ -5,12 +5,11 @@ taken, or all of them summed; whether that is so is known as long as it is known
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .._errors import AuditError
-from .hlo import Array, Instruction, numbers
+from .attributes import factors_of, labels_of
+from .hlo import Array, Instruction
 from .opcodes import Likeness
 from .values import Value, computed, constant
 
@@ -65,15 +64,9 @@ def _reshaped(before: Sequence[int], after: Sequence[int], at: At) -> At | None:
     return None
 
 
-def _order(array: Array) -> list[int]:
-    """The dimensions in the order in which they lie in memory, the outermost first."""
-    order = numbers(array.layout.split(":")[0])
-    return order[::-1] if len(order) == len(array.shape) else [*range(len(array.shape))]
-
-
 def _bitcast(before: Array, after: Array, at: At) -> At | None:
     # It is a reshape of what lies in memory.
-    old, new = _order(before), _order(after)
+    old, new = before.order, after.order
     shapes = [before.shape[i] for i in old], [after.shape[i] for i in new]
     moved = _reshaped(*shapes, at._replace(dim=old.index(at.dim)))
     return moved and moved._replace(dim=new[moved.dim])
@@ -88,10 +81,10 @@ def after_gather(x: Instruction, at: At) -> At | None:
     """Where they are in a gather that returns each row of its first operand once, in the order of a
     sort. The TPU's compiler adds many rows to a table so.
     """
-    rows = numbers(x.attributes.get("collapsed_slice_dims", ""))
+    rows = x.dims_if_any("collapsed_slice_dims")
     others = [dim for dim in range(len(x.arrays[0].shape)) if dim not in rows]
     whole = x.arrays[0].shape == x.operand(0).arrays[0].shape
-    if not whole or len(rows) != 1 or numbers(x.attributes.get("offset_dims", "")) != others:
+    if not whole or len(rows) != 1 or x.dims_if_any("offset_dims") != others:
         return None
     order = _permutation(x.operand(1), x.arrays[0].shape[rows[0]])
     if order is None:
@@ -120,25 +113,6 @@ def _single(x: Instruction) -> int | None:
     """The number that all elements of an array are, if it is constant."""
     x = computed(Value(x)).made_by
     return constant(Value(x.operand(0) if x.opcode == "broadcast" else x))
-
-
-def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
-    """The batch dimensions of the two factors, and the contracted ones."""
-    kinds = ("lhs_batch", "rhs_batch", "lhs_contracting", "rhs_contracting")
-    if not x.target:
-        return tuple(numbers(x.attributes.get(f"{kind}_dims", "")) for kind in kinds)
-    found = [re.search(rf'"{kind}_dimensions": ?\[([^\]]*)\]', x.text) for kind in kinds]
-    if found[2] is None or found[3] is None:
-        raise AuditError(f"the settings of {x} don't name the dimensions that it contracts")
-    return tuple(numbers(match[1]) if match else [] for match in found)
-
-
-def labels_of(x: Instruction) -> list[str]:
-    """What the dimensions of a convolution's input, kernel and result are."""
-    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
-    if labels is None:
-        raise AuditError(f"the dim_labels of {x} are not understood")
-    return [*labels.groups()]
 
 
 # Of a factor the dimensions that are summed over, and where the others are in the product.

@@ -21,7 +21,7 @@ _INSTRUCTION = re.compile(
 _FORMS = ("start", "update", "done")
 _NAME = re.compile(r"%([\w.\-#]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
-_TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
+_TILED = re.compile(r"[\d,]*:T\(([\d,]+)\)")
 # The order of the dimensions; then tiles, the kind of memory, and what changes no size. Other words
 # may change it.
 _LAYOUT = re.compile(
@@ -34,6 +34,9 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*"')
 _PUNCTUATION = re.compile(r'"(?:[^"\\]++|\\.)*(?:"|$)|[][(){},]', re.DOTALL)
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_NARROW = re.compile(r"f(\d)(e\d+m\d+\w*)")  # f8e4m3fn, f4e2m1fn
+_DTYPES = {"bf16": "bfloat16", "pred": "bool"}
+_WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 _BITS = {
     "pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128,
     **{f"{sign}{n}": n for sign in "su" for n in (1, 2, 4, 8, 16, 32, 64)},
@@ -65,12 +68,25 @@ class Array(NamedTuple):
         match = _TILED.match(self.layout)
         if match is None:
             return self.bytes
-        order, tile = numbers(match["order"]), numbers(match["tile"])
-        sizes = [self.shape[i] for i in reversed(order)]
+        tile, sizes = numbers(match[1]), [self.shape[i] for i in self.order]
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         whole = sizes[: len(sizes) - len(tile)]
         padded = [-(-n // t) * t for n, t in zip(sizes[len(whole) :], tile, strict=True)]
         return math.prod(whole + padded) * bits_of(self.dtype) // 8
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions in the order in which they lie in memory, the outermost first."""
+        order = numbers(self.layout.partition(":")[0])
+        return order[::-1] if len(order) == len(self.shape) else [*range(len(self.shape))]
+
+    @property
+    def jax_dtype(self) -> str:
+        """JAX's name of its dtype."""
+        narrow = _NARROW.fullmatch(self.dtype)
+        if narrow is not None:
+            return f"float{narrow[1]}_{narrow[2]}"
+        return _DTYPES.get(self.dtype) or _WORDS.get(self.dtype[0], "") + self.dtype[1:]
 
     @property
     def on_host(self) -> bool:
@@ -85,7 +101,7 @@ def numbers(text: str) -> list[int]:
 def bits_of(dtype: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]
-    narrow = re.fullmatch(r"f(\d)e\d+m\d+\w*", dtype)  # f8e4m3fn, f4e2m1fn
+    narrow = _NARROW.fullmatch(dtype)
     if narrow is None:
         raise AuditError(f"the program has arrays of type {dtype!r}, whose size is not known here")
     return int(narrow[1])
@@ -198,6 +214,10 @@ class Instruction:
     def dims(self, name: str = "dimensions") -> list[int]:
         """The numbers in an attribute that it must have."""
         return numbers(self.attribute(name))
+
+    def dims_if_any(self, name: str) -> list[int]:
+        """The numbers in an attribute that is left out where there are none."""
+        return numbers(self.attributes.get(name, ""))
 
     @cached_property
     def slices(self) -> list[range]:

@@ -37,7 +37,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "subtract": np.subtract,
     "xor": np.bitwise_xor,
 }
-_COMPARED = {
+COMPARED = {
     "EQ": np.equal,
     "NE": np.not_equal,
     "LT": np.less,
@@ -93,7 +93,7 @@ class _Numbers:
     def _result(self, x: Instruction, operands: list[np.ndarray]) -> np.ndarray | None:
         match x.opcode:
             case "compare":
-                compared = _COMPARED.get(x.attribute("direction"))
+                compared = COMPARED.get(x.attribute("direction"))
                 return None if compared is None else compared(*operands).astype(int)
             case "broadcast":
                 size = x.arrays[0].size

@@ -6,13 +6,10 @@ import re
 
 from .._errors import AuditError
 from .._products import meetings, products_of_splash
+from .attributes import factors_of, labels_of, window_of
 from .attribution import is_of_dot
-from .blocks import factors_of, labels_of
 from .hlo import Instruction
 from .values import Value, computed
-
-_NARROW = re.compile(r"f(\d)(e\w+)")
-_WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
 def dtype_of(x: Instruction) -> str:
@@ -20,14 +17,7 @@ def dtype_of(x: Instruction) -> str:
     # A kernel may take tables of indices first.
     factors = [] if x.target == "tpu_custom_call" else x.inputs()[:2]
     arrays = [array for y in factors for array in y.arrays[:1]] or x.arrays[:1]
-    return _named(max(arrays, key=lambda array: array.bytes / max(1, array.size)).dtype)
-
-
-def _named(dtype: str) -> str:
-    narrow = _NARROW.fullmatch(dtype)
-    if narrow is not None:
-        return f"float{narrow[1]}_{narrow[2]}"
-    return "bfloat16" if dtype == "bf16" else _WORDS.get(dtype[0], dtype[0]) + dtype[1:]
+    return max(arrays, key=lambda array: array.bytes / max(1, array.size)).jax_dtype
 
 
 def products_of_instruction(x: Instruction) -> int | None:
@@ -49,11 +39,12 @@ def _multiplied(x: Instruction) -> int:
 
 def _gemm(x: Instruction) -> int | None:
     """Of a library, which may take one factor of a batch for all of it."""
-    dims = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', x.text)
-    if dims is None:
+    try:
+        _, _, dims, _ = factors_of(x)
+    except AuditError:
         return None
     lhs = x.operand(0).arrays[0]
-    return x.arrays[0].size * math.prod(lhs.shape[int(i)] for i in re.findall(r"\d+", dims[1]))
+    return x.arrays[0].size * math.prod(lhs.shape[i] for i in dims)
 
 
 def _dot(x: Instruction) -> int:
@@ -91,15 +82,11 @@ def _convolution(x: Instruction) -> int:
     )
     # A channel may be split into two dimensions, the second of which is called `?`.
     size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]
-    # Left out where it covers one number; each of its fields where it does nothing.
-    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attributes.get("window", "")))
-    for i in range(sum(c.isdigit() for c in out)):
-        stride, dilation, holes = (
-            int(window[name].split("x")[i]) if name in window else 1
-            for name in ("stride", "rhs_dilate", "lhs_dilate")
-        )
-        low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-        place = str(i)
+    places = sorted(filter(str.isdigit, out))
+    window = window_of(x, len(places))
+    for place, stride, dilation, holes, (low, _) in zip(
+        places, window.stride, window.dilation, window.holes, window.pads, strict=True
+    ):
         size *= meetings(out[place], stride, rhs[place], dilation, lhs[place], holes, low)
     return size
 

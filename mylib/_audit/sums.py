@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .attribution import UNKNOWN, phase_of
 from .blocks import At, after_gather, after_move, after_product, after_sort
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
@@ -78,6 +79,8 @@ class Sums(Walk):
         self.zero: Rows = np.zeros(self.shape, int).tobytes()
         # Products of what devices have not summed, by their `id`: of the model, not the optimiser.
         self.local_products: set[int] = set()
+        # What one device is computing.
+        self.computing: Instruction | None = None
         # By the number of a collective, what is given to it.
         self.given: dict[int, Form] = {}
         arguments = [NONE] * len(module.entry.parameters)
@@ -147,7 +150,10 @@ class Sums(Walk):
             return shaped(x, NONE)
         if x.target and x.row.like >= Likeness.VALUE:
             return shaped(x, forms[0])
-        return shaped(x, self._computed(x, forms))
+        self.computing = x
+        value = self._computed(x, forms)
+        self.computing = None
+        return shaped(x, value)
 
     def _computed(self, x: Instruction, forms: list[Form]) -> Form:
         keeps = x.row.like >= Likeness.ELEMENTS or x.does in ("broadcast", "negate")
@@ -207,6 +213,8 @@ class Sums(Walk):
         used = [*near, *scales] or terms
         if not used:
             return NONE
+        if self._is_after_model() and any(t.rows == self.zero for t in used):
+            return frozenset([Term(key, self.zero, near=bool(near))])
         places = {t.at for t in used if t.at is not None}
         if len(places) > 1:
             used = self._placed(frozenset(used), _nowhere)
@@ -217,6 +225,13 @@ class Sums(Walk):
         least //= np.maximum(np.gcd.reduce(least, (1, 2), keepdims=True), 1)
         at = places.pop() if len(places) == 1 else None
         return frozenset([Term(key, least.tobytes(), at, bool(near))])
+
+    def _is_after_model(self) -> bool:
+        """Whether it is computed from gradients. What a model computes where blocks are lost is a
+        device's own: experts get the rows of other devices, and the loss is the sum of all.
+        """
+        x = self.computing
+        return x is not None and phase_of(x.op_names) in ("", UNKNOWN)
 
     def _added(self, key: object, forms: Sequence[Form]) -> Form:
         terms: dict[object, Term] = {}

@@ -39,7 +39,6 @@ PRODUCT_BY_TRITON = re.compile(r'"kind":"__triton\w*gemm')
 # Kernels whose work is not in the program, such as a user's own.
 _CALL: dict[str, Any] = dict(calls="each", product=True)
 KERNEL = Meaning(**_CALL, count="unknown")
-_LIBRARY: dict[str, Any] = dict(**_CALL, workspace=True)
 _PASSED: dict[str, Any] = dict(calls="each", like=Likeness.VALUE)
 
 
@@ -96,8 +95,8 @@ TARGETS: dict[str, Meaning] = {
     **rows("AsyncCollectiveDone", calls="each", window="end"),
     # Products, and decompositions of matrices.
     **_called("__cublas$gemm __cublas$lt$matmul __cublas$lt$matmul$f8", "gemm", workspace=True),
-    **rows("__cublas$lt$groupedMatmul", **_LIBRARY, count="unknown"),
-    **rows("__cublas$triangularSolve", **_LIBRARY, count="triangular_solve"),
+    **_called("__cublas$lt$groupedMatmul", workspace=True),
+    **_called("__cublas$triangularSolve", "triangular_solve", workspace=True),
     **_called(
         """
         __cudnn$convBackwardFilter __cudnn$convBackwardInput __cudnn$convBiasActivationForward

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from .._audit import Instruction
+from .._audit import COMPARED, Instruction
 from .layouts import dtype_in_memory, dtype_of
 
 
@@ -40,10 +40,6 @@ def _leading_zeros(a: Any) -> Any:
     return sum((_unsigned(a) >> i == 0).astype(a.dtype) for i in range(bits))
 
 
-def _identity(a: Any) -> Any:
-    return a
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": np.abs, "negate": np.negative, "exponential": np.exp, "log": np.log, "sqrt": np.sqrt,
     "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "cosine": np.cos, "sine": np.sin,
@@ -61,15 +57,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "complex": lambda a, b: a + 1j * b, "shift-left": _shift(np.left_shift),
     "shift-right-logical": _shift(lambda a, b: (_unsigned(a) >> _unsigned(b)).view(a.dtype)),
     "shift-right-arithmetic": _shift(np.right_shift, lambda a: np.where(a < 0, -1, 0)),
-    "copy": _identity, "opt-barrier": _identity, "optimization-barrier": _identity,
-    "add-dependency": lambda a, _: a, "domain": _identity,
-    # In float64 they would round, which is what a reader wants to leave out.
-    "reduce-precision": _identity,
-}  # fmt: skip
-
-_COMPARISONS = {
-    "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
-    "GE": np.greater_equal,
+    # In float64 it would round, which is what a reader wants to leave out.
+    "reduce-precision": lambda a: a,
 }  # fmt: skip
 
 
@@ -77,7 +66,7 @@ def _compare(run: Any, x: Instruction, a: Any, b: Any) -> Any:
     if x.attributes.get("type") == "TOTALORDER" and np.issubdtype(a.dtype, np.floating):
         # NaN is the largest number there.
         a, b = (np.where(np.isnan(v), np.inf, v) for v in (a, b))
-    return _COMPARISONS[x.attribute("direction")](a, b)
+    return COMPARED[x.attribute("direction")](a, b)
 
 
 def _select(run: Any, x: Instruction, which: Any, a: Any, b: Any) -> Any:

@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._audit import Computation, HloModule, Instruction, arrays_of, elements_of
+from .._audit import (
+    OPCODES,
+    TARGETS,
+    Computation,
+    HloModule,
+    Instruction,
+    Likeness,
+    Meaning,
+    arrays_of,
+    elements_of,
+)
 from .._errors import AuditError
 from . import collectives, elementwise, moves, products
 from .elementwise import fitting
@@ -30,8 +40,8 @@ class Interpreter:
     """A program. It runs for arrays with the devices first: one for each of its arguments."""
 
     def __init__(self, text: str):
-        module = HloModule(text)
-        self.entry, self.devices = module.entry, module.devices
+        self.module = HloModule(text)
+        self.entry, self.devices = self.module.entry, self.module.devices
 
     def __call__(self, *args: Any) -> Any:
         """The results, each with the devices first, as the arguments."""
@@ -73,9 +83,10 @@ class Interpreter:
             (source,), (target,) = x.operand(0).arrays, x.arrays
             same = source.dtype == target.dtype
             return operands[0] if same else reinterpreted(operands[0], source, target)
-        if x.does not in RULES:
-            raise cannot(f"the opcode {x.opcode}")
-        value = RULES[x.does](self, x, *operands)
+        rule = RULES.get(x.target or x.does)
+        if rule is None:
+            raise cannot(f"the custom call {x.target}" if x.target else f"the opcode {x.opcode}")
+        value = rule(self, x, *operands)
         return _InFlight(value) if x.form == "start" else value
 
     def _checked(self, x: Instruction, value: Any, of_elements: bool) -> Any:
@@ -216,21 +227,36 @@ def _map(run: Any, x: Instruction, *values: Any) -> Any:
     return np.broadcast_to(run.run(x.called, values, True), values[0].shape)
 
 
-def _custom_call(run: Any, x: Instruction, *operands: Any) -> Any:
-    if x.target not in products.TARGETS:
-        raise cannot(f"the custom call {x.target}")
-    return products.TARGETS[x.target](run, x, *operands)
+def _number(run: Any, x: Instruction) -> Any:
+    several = run.module.partitions if x.does == "partition-id" else run.module.replicas
+    return np.arange(run.devices, dtype=np.uint32) * np.uint32(several > 1)
 
 
-RULES: dict[str, Callable[..., Any]] = {
+_NAMED: dict[str, Callable[..., Any]] = {
     **elementwise.RULES, **moves.RULES, **products.RULES,
     **dict.fromkeys(collectives.KINDS, _collective),
-    **dict.fromkeys(("fusion", "call", "async"), _called),
-    "while": _loop, "conditional": _branch, "reduce": _reduce, "sort": _sort, "map": _map,
-    "custom-call": _custom_call,
+    "reduce": _reduce, "sort": _sort, "map": _map,
     "tuple": lambda run, x, *operands: operands,
     "get-tuple-element": lambda run, x, a: a[x.index],
-    "partition-id": lambda run, x: np.arange(run.devices, dtype=np.uint32),
-    "replica-id": lambda run, x: np.zeros(run.devices, np.uint32),
     "after-all": lambda run, x, *operands: (),
 }  # fmt: skip
+_CALLED = {"run": _called, "loop": _loop, "branch": _branch}
+
+
+def _by_row(row: Meaning) -> Callable[..., Any] | None:
+    """How to compute what a row of the tables says all of."""
+    if row.of_device:
+        return _number
+    if row.reserves:
+        return products.room
+    if row.like >= Likeness.VALUE:
+        return products.first
+    return _CALLED.get(row.calls)
+
+
+# By opcodes, and by the targets of custom calls.
+RULES: dict[str, Callable[..., Any]] = {
+    name: rule
+    for name, row in {**OPCODES, **TARGETS}.items()
+    if (rule := _NAMED.get(name) or _by_row(row)) is not None
+}

@@ -10,14 +10,6 @@ import numpy as np
 from .._audit import Array
 from .._errors import AuditError
 
-DTYPES: dict[str, Any] = {
-    "pred": np.bool_, "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
-    "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64, "s4": jnp.int4,
-    "u4": jnp.uint4, "bf16": jnp.bfloat16, "f16": np.float16, "f32": np.float32,
-    "f64": np.float64, "f8e4m3fn": jnp.float8_e4m3fn, "f8e5m2": jnp.float8_e5m2,
-    "c64": np.complex64, "c128": np.complex128,
-}  # fmt: skip
-
 
 def cannot(what: str) -> AuditError:
     """A program has something that can't be computed here."""
@@ -25,9 +17,10 @@ def cannot(what: str) -> AuditError:
 
 
 def dtype_in_memory(array: Array) -> np.dtype[Any]:
-    if array.dtype not in DTYPES:
-        raise cannot(f"the type {array.dtype}")
-    return np.dtype(DTYPES[array.dtype])
+    try:
+        return jnp.dtype(array.jax_dtype)
+    except TypeError as error:
+        raise cannot(f"the type {array.dtype}") from error
 
 
 def dtype_of(array: Array) -> np.dtype[Any]:
@@ -43,10 +36,8 @@ def dtype_of(array: Array) -> np.dtype[Any]:
 @lru_cache(maxsize=1000)
 def addresses(array: Array) -> np.ndarray:
     """The address of each element, in the elements' logical order, in units of an element."""
-    order, _, tiling = array.layout.partition(":")
-    dims = [int(d) for d in order.split(",") if d]
-    dims = dims[::-1] or list(range(len(array.shape)))
-    tiles = re.match(r"T((?:\([\d,*]+\))*)", tiling)
+    dims = array.order
+    tiles = re.match(r"[\d,]*:T((?:\([\d,*]+\))*)", array.layout)
     sizes = [array.shape[d] for d in dims]
     index = list(np.indices(sizes).reshape(len(sizes), -1)) if sizes else [np.zeros(1, int)]
     sizes = sizes or [1]

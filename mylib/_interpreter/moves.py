@@ -1,6 +1,5 @@
 """Operations that move elements, on the values of all devices."""
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,16 +9,6 @@ from jax import lax
 
 from .._audit import Computation, Instruction
 from .layouts import bitcast, cannot, dtype_of, reinterpreted
-
-
-def numbers(text: str | None) -> list[int]:
-    """The whole numbers in a text, with signs, which windows and paddings have."""
-    return [int(n) for n in re.findall(r"-?\d+", text or "")]
-
-
-def _dims_if_any(x: Instruction, name: str) -> tuple[int, ...]:
-    """Of an attribute that is left out where it is empty."""
-    return tuple(numbers(x.attributes.get(name)))
 
 
 def _broadcast(run: Any, x: Instruction, a: Any) -> Any:
@@ -109,7 +98,7 @@ def _gather(run: Any, x: Instruction, a: Any, indices: Any) -> Any:
         "offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
         "start_indices_batching_dims",
     )  # fmt: skip
-    dims = lax.GatherDimensionNumbers(*(_dims_if_any(x, name) for name in names))
+    dims = lax.GatherDimensionNumbers(*(tuple(x.dims_if_any(name)) for name in names))
     sizes = x.dims("slice_sizes")
     of_device = lambda a, i: lax.gather(a, i, dims, sizes, mode="clip")  # noqa: E731
     return np.asarray(jax.vmap(of_device)(a, _index_last(indices, x)))
@@ -128,7 +117,7 @@ def _scatter(run: Any, x: Instruction, a: Any, indices: Any, *new: Any) -> Any:
         "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
         "input_batching_dims", "scatter_indices_batching_dims",
     )  # fmt: skip
-    dims = lax.ScatterDimensionNumbers(*(_dims_if_any(x, name) for name in names))
+    dims = lax.ScatterDimensionNumbers(*(tuple(x.dims_if_any(name)) for name in names))
     result = operation(x.called)
     if result.opcode == "parameter" and int(result.rest) == 1:
         scatter = lax.scatter

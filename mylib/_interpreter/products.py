@@ -9,50 +9,32 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from .._audit import Array, Instruction
+from .._audit import Array, Instruction, factors_of, labels_of, window_of
 from .layouts import cannot, dtype_of
-from .moves import numbers, operation
+from .moves import operation
 
 
-def _product(a: Any, b: Any, contracted: Any, batch: Any) -> Any:
-    """`contracted` and `batch` are pairs of lists of dimensions."""
+def _product(x: Instruction, a: Any, b: Any) -> Any:
+    *batch, lhs, rhs = factors_of(x)
     left = "abcdefghij"[: a.ndim - 1]
     right = list("klmnopqrst"[: b.ndim - 1])
-    pairs = [pair for of in (contracted, batch) for pair in zip(*of, strict=True)]
-    for i, j in pairs:
+    for i, j in [*zip(*batch, strict=True), *zip(lhs, rhs, strict=True)]:
         right[j] = left[i]
-    gone = {left[i] for i in (*contracted[0], *batch[0])}
+    gone = {left[i] for i in (*batch[0], *lhs)}
     rows = "".join(left[i] for i in batch[0])
     result = rows + "".join(c for c in (*left, *right) if c not in gone)
     return np.einsum(f"z{left},z{''.join(right)}->z{result}", a, b, optimize=True)
 
 
 def _dot(run: Any, x: Instruction, a: Any, b: Any) -> Any:
-    names = ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims", "rhs_batch_dims")
-    dims = [numbers(x.attributes.get(name)) for name in names]
-    return _product(a, b, dims[:2], dims[2:])
-
-
-class _Sliding:
-    def __init__(self, text: str | None, rank: int):
-        fields = dict(part.split("=") for part in (text or "{}")[1:-1].split())
-
-        def each(name: str, default: int) -> Any:
-            return numbers(fields[name].replace("x", " ")) if name in fields else [default] * rank
-
-        self.size, self.stride = each("size", 1), each("stride", 1)
-        self.inside, self.dilation = each("lhs_dilate", 1), each("rhs_dilate", 1)
-        self.reversed = each("rhs_reversal", 0)
-        pads = fields["pad"].split("x") if "pad" in fields else ["0_0"] * rank
-        self.pads: list[Any] = [tuple(map(int, pad.split("_"))) for pad in pads]
+    return _product(x, a, b)
 
 
 def _convolved(x: Instruction, a: Any, b: Any) -> Any:
     """Of each device's arrays, as the attributes of `x` say."""
-    left, _, rest = x.attribute("dim_labels").partition("_")
-    right, _, result = rest.partition("->")
+    left, right, result = labels_of(x)
     rank = len(left) - 2
-    window = _Sliding(x.attributes.get("window"), rank)
+    window = window_of(x, rank)
     turned = [right.index(str(i)) for i in range(rank) if window.reversed[i]]
 
     def spec(labels: str, *names: str) -> Any:
@@ -67,7 +49,7 @@ def _convolved(x: Instruction, a: Any, b: Any) -> Any:
 
     def of_device(a: Any, b: Any) -> Any:
         return lax.conv_general_dilated(
-            a, lax.rev(b, turned), window.stride, window.pads, window.inside, window.dilation, dims,
+            a, lax.rev(b, turned), window.stride, window.pads, window.holes, window.dilation, dims,
             by_feature, by_batch, precision="highest",
         )  # fmt: skip
 
@@ -87,11 +69,11 @@ def _reduce_window(run: Any, x: Instruction, a: Any, *rest: Any) -> Any:
     opcode = operation(x.called).opcode
     if len(rest) != 1 or opcode not in _WINDOWS:
         raise cannot(f"reduce-window of several arrays, or by {opcode}")
-    w = _Sliding(x.attributes.get("window"), a.ndim - 1)
+    w = window_of(x, a.ndim - 1)
     # The devices are a dimension with windows of one.
     result = lax.reduce_window(
         jnp.asarray(a), rest[0][0].astype(a.dtype), _WINDOWS[opcode], (1, *w.size), (1, *w.stride),
-        ((0, 0), *w.pads), (1, *w.inside), (1, *w.dilation),
+        ((0, 0), *w.pads), (1, *w.holes), (1, *w.dilation),
     )  # fmt: skip
     return np.asarray(result)
 
@@ -101,7 +83,7 @@ def _select_and_scatter(run: Any, x: Instruction, a: Any, source: Any, init: Any
     is_max = select.opcode == "compare" and select.attribute("direction") == "GE"
     if not is_max or scatter.opcode != "add" or init.any():
         raise cannot("select-and-scatter that isn't the gradient of a largest number")
-    w = _Sliding(x.attributes.get("window"), a.ndim - 1)
+    w = window_of(x, a.ndim - 1)
     window = (1, *w.size), (1, *w.stride), ((0, 0), *w.pads)
     largest = lambda a: lax.reduce_window(a, -np.inf, lax.max, *window)  # noqa: E731
     return np.asarray(jax.vjp(largest, jnp.asarray(a))[1](jnp.asarray(source))[0])
@@ -124,14 +106,7 @@ def _with_workspace(run: Any, x: Instruction, *results: Any) -> Any:
 
 def _gemm(run: Any, x: Instruction, a: Any, b: Any, *others: Any) -> Any:
     config = _config(x, "gemm_backend_config")
-    contracting, batch = (
-        [
-            [int(d) for d in config["dot_dimension_numbers"].get(f"{side}_{kind}_dimensions", [])]
-            for side in ("lhs", "rhs")
-        ]
-        for kind in ("contracting", "batch")
-    )
-    y, rest = float(config.get("alpha_real", 1)) * _product(a, b, contracting, batch), list(others)
+    y, rest = float(config.get("alpha_real", 1)) * _product(x, a, b), list(others)
     y = y.reshape(run.devices, *x.arrays[0].shape)
     if float(config.get("beta", 0)):
         y = y + float(config["beta"]) * rest.pop(0)
@@ -168,7 +143,7 @@ def _cudnn(run: Any, x: Instruction, a: Any, b: Any, *rest: Any) -> Any:
     y = scale * _convolved(x, a, b)
     if kind == "BiasActivationForward":
         bias, *side = rest
-        result = x.attribute("dim_labels").partition("->")[2]
+        result = labels_of(x)[2]
         y = y + bias.reshape(len(y), *(bias.shape[1] if c == "f" else 1 for c in result))
         y = y + float(config.get("side_input_scale", 1)) * side[0] if side else y
         mode = config.get("activation_mode", "kNone")
@@ -191,30 +166,30 @@ def _top_k(run: Any, x: Instruction, a: Any) -> Any:
     return _with_workspace(run, x, np.take_along_axis(a, order, -1), order.astype(np.int32))
 
 
-def _first(run: Any, x: Instruction, a: Any, *rest: Any) -> Any:
+def first(run: Any, x: Instruction, a: Any, *rest: Any) -> Any:
     return a
 
 
-def _room(run: Any, x: Instruction, *operands: Any) -> Any:
+def room(run: Any, x: Instruction, *operands: Any) -> Any:
     return _nothing(run, x.arrays[0])
 
 
+# Of custom calls by their targets.
 RULES = {
     "dot": _dot, "convolution": _convolution, "reduce-window": _reduce_window,
-    "select-and-scatter": _select_and_scatter, "cholesky": _cholesky, "topk": _top_k,
-}  # fmt: skip
-TARGETS = {
-    "__cublas$gemm": _gemm, "__cublas$lt$matmul": _gemm, "TopK": _top_k, "__gpu$TopK": _top_k,
-    **dict.fromkeys(
-        ("Forward", "BiasActivationForward", "BackwardInput", "BackwardFilter"), _cudnn
-    ),
-    **dict.fromkeys(("AllocateBuffer", "CreateBuffer"), _room),
+    "select-and-scatter": _select_and_scatter, "cholesky": _cholesky,
+    **dict.fromkeys(("topk", "TopK", "__gpu$TopK"), _top_k),
+    **dict.fromkeys(("__cublas$gemm", "__cublas$lt$matmul"), _gemm),
+    **{
+        f"__cudnn$conv{kind}": _cudnn
+        for kind in ("Forward", "BiasActivationForward", "BackwardInput", "BackwardFilter")
+    },
     **dict.fromkeys(
         # The last one tells how indices may be kept; tests/interpreter shows that it changes none.
-        """Sharding SPMDFullToShardShape SPMDShardToFullShape annotate_device_placement MoveToHost
-        MoveToDevice LayoutConstraint AssumeGatherIndicesInBound
-        GatherScatterIndicesBitpacked""".split(),
-        _first,
+        (
+            "SPMDFullToShardShape", "SPMDShardToFullShape", "LayoutConstraint",
+            "GatherScatterIndicesBitpacked",
+        ),
+        first,
     ),
 }  # fmt: skip
-TARGETS |= {f"__cudnn$conv{kind}": TARGETS.pop(kind) for kind in [*TARGETS] if "ward" in kind}

@@ -50,20 +50,12 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
 def _move_all(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
-    shards: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
-    full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
-    routes = tuple((x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
-    stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
-    for i, x in zip(full, stacked, strict=True):
-        shards[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
-    return shards
-
-
-def _without_elements(leaf: Shipment) -> dict[Any, jax.Array]:
-    if leaf.x.size:
-        return {}
-    empty = np.zeros(leaf.target.shard_shape(leaf.x.shape), leaf.x.dtype)
-    return {device: jax.device_put(empty, device) for device in leaf.target.addressable_devices}
+    routes = tuple((x.shape, x.sharding, target) for x, target, *_ in leaves)
+    stacked = _move(routes, rows, [_stacked(devices, leaf, rows) for leaf in leaves])
+    # Each device's own row. JAX leaves arrays without elements replicated, with all rows.
+    return [
+        {d: shard.reshape(shard.shape[1:]) for d, shard in shards_of(x).items()} for x in stacked
+    ]
 
 
 def _stacked(devices: Sequence[Any], leaf: Shipment, rows: NamedSharding) -> jax.Array:

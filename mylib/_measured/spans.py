@@ -22,7 +22,6 @@ class Spans:
                 self._ends.append(end)
         lengths = (end - start for start, end in zip(self._starts, self._ends, strict=True))
         self._before = [0.0, *accumulate(lengths)]
-        self.length = self._before[-1]
 
     def _until(self, time: float) -> float:
         """How much of it is before this time."""

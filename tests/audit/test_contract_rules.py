@@ -56,7 +56,13 @@ def test_sums(way):
 
 
 @pytest.mark.parametrize("way", contract_steps.NO_SUMS)
-@pytest.mark.everyday("pmax", "gather and index", "sum of the first", "short looped ring")
+@pytest.mark.everyday(
+    "pmax",
+    "gather and index",
+    "sum of the first",
+    "short looped ring",
+    "sum of what is clipped of an unknown one",
+)
 def test_no_sums(way):
     step = handwritten.summing(up=handwritten.psum, down=contract_steps.NO_SUMS[way])
     found = DATA(handwritten.audited(ONE, step, handwritten.WHOLE))
