@@ -271,7 +271,7 @@ def folded(names: Sequence[str]) -> dict[str, int]:
     """Combines names that differ only by indices, and counts them."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        alike.setdefault(_INDEX.sub("*", name), []).append(name)
+        alike.setdefault(starred(name), []).append(name)
     return {_common(group): len(group) for group in alike.values()}
 
 
@@ -287,8 +287,19 @@ def _common(names: Sequence[str]) -> str:
     count = math.prod(high - low + 1 for low, high in ranges)
     if count == len(names):
         return _INDEX.sub(lambda _: next(texts), names[0])
-    texts = iter([str(low) if low == high else "*" for low, high in ranges])
-    return f"{_INDEX.sub(lambda _: next(texts), names[0])}, {len(names)} leaves"
+    return f"{with_stars(names)}, {len(names)} leaves"
+
+
+def starred(name: str) -> str:
+    """A name with a star for each index."""
+    return _INDEX.sub("*", name)
+
+
+def with_stars(names: Sequence[str]) -> str:
+    """One name for several, with a star for each index that differs: `.layers[*].weight`."""
+    columns = zip(*map(_INDEX.findall, names), strict=True)
+    texts = iter([column[0] if len({*column}) == 1 else "*" for column in columns])
+    return _INDEX.sub(lambda _: next(texts), names[0])
 
 
 class MylibWarning(UserWarning):

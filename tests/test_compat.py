@@ -42,7 +42,6 @@ from mylib._compat import (
     data_of_shards,
     deserialized,
     devices_of_lowered,
-    donation_warning,
     function_of_equinox,
     functions_of,
     host_callbacks,
@@ -73,6 +72,7 @@ from mylib._compat import (
     without_dead_code,
 )
 from mylib._jit.error_checks import calling, check_p
+from mylib._jit.running import tracing
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -229,7 +229,7 @@ USES = {
 def advice(name):
     return (
         f"JAX {jax.__version__} or Equinox {eqx.__version__} has moved or changed {name}, which "
-        f"mylib/_compat/private.py uses: {USES[name]}. Find what took its place, use it there so "
+        f"mylib/_compat/__init__.py uses: {USES[name]}. Find what took its place, use it there so "
         f"that all supported versions pass this test, and change it here."
     )
 
@@ -304,7 +304,7 @@ class TestPrivateNames:
         used = set()
         for path in PACKAGE.rglob("*.py"):
             names = private_names(path)
-            assert not names or path == PACKAGE / "_compat/private.py", (path, names)
+            assert not names or path == PACKAGE / "_compat/__init__.py", (path, names)
             used |= names
         assert used == set(USES)
 
@@ -336,11 +336,12 @@ class TestPrivateNames:
     def test_the_warning_about_donated_buffers(self):
         name = "jax._src.interpreters.mlir.warnings"
         lossy = jax.jit(lambda x: x.sum(), donate_argnums=0)
+        mylib.filter_jit(lambda x: x + 1)(X)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with donation_warning(silenced=True):
+            with calling("returned"):
                 lossy(jnp.ones(3))
-                with donation_warning(silenced=False):
+                with tracing([]):
                     lossy(jnp.ones(4))
             lossy(jnp.ones(5))
         texts = [str(w.message) for w in caught]
@@ -418,11 +419,11 @@ class TestPrivateNames:
         program = opened(jax.jit(loops).trace(jnp.ones((3, 8)), X).jaxpr)
         eqns = {eqn.primitive.name: eqn for eqn in program.eqns}
         assert scan_sizes(eqns["scan"]) == (1, 1), (
-            "scan's parameters: see scan_sizes in mylib/_compat/private.py"
+            "scan's parameters: see scan_sizes in mylib/_compat/__init__.py"
         )
         body = opened(while_body(eqns["while"]))
         assert [eqn.primitive.name for eqn in body.eqns] == ["sin"], (
-            "while's parameters: see while_body in mylib/_compat/private.py"
+            "while's parameters: see while_body in mylib/_compat/__init__.py"
         )
         with pytest.raises(UnknownParameter, match="JAX's sin has no parameter 'body_jaxpr'"):
             while_body(body.eqns[0])
@@ -504,7 +505,7 @@ class TestPrivateNames:
     def test_open_and_closed_jaxprs(self):
         inner = jaxprs_in(jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0])[0]
         like = closed_or_open(jax.make_jaxpr(jnp.cos)(1.0), inner)
-        told = "the jaxpr of a checkpoint: see closed_or_open in mylib/_compat/private.py"
+        told = "the jaxpr of a checkpoint: see closed_or_open in mylib/_compat/__init__.py"
         assert type(like) is type(inner) and opened(like).eqns[0].primitive.name == "cos", told
 
     def test_casts_and_sums(self):
@@ -1101,7 +1102,7 @@ def test_how_calls_run():
 
     look(1.0), jax.grad(look)(1.0), jax.vmap(look)(jnp.ones(2)), jax.jit(look)(1.0)
     jax.vmap(jax.jit(look))(jnp.ones(2))
-    told = "see trace_kind in mylib/_compat/private.py"
+    told = "see trace_kind in mylib/_compat/__init__.py"
     assert seen == ["eager", "transformed", "transformed", "staged", "staged"], told
 
 
@@ -1111,7 +1112,7 @@ class Data(eqx.Module):
 
 
 def test_data_of_nodes():
-    told = "what PyTreeDef.__getstate__ returns: see nodes_of in mylib/_compat/private.py"
+    told = "what PyTreeDef.__getstate__ returns: see nodes_of in mylib/_compat/__init__.py"
 
     def all_data(tree):
         return data_of(nodes_of(jax.tree.structure(tree)))
@@ -1147,7 +1148,7 @@ def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
 @pytest.mark.parametrize(("folder", "enabled"), [("a", True), ("a", False), (None, True)])
 def test_where_the_compilation_cache_is(folder, enabled):
     told = (
-        "JAX's options of its compilation cache: see compilation_cache in mylib/_compat/private.py"
+        "JAX's options of its compilation cache: see compilation_cache in mylib/_compat/__init__.py"
     )
     options = {"jax_compilation_cache_dir": folder, "jax_enable_compilation_cache": enabled}
     before = {name: jax.config.values[name] for name in options}

@@ -1,6 +1,5 @@
 """Warns of a Python number that has a new value, and so compiles anew, at each call."""
 
-import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -41,25 +40,10 @@ class ChangingNumbers:
             pairs = pairwise(row)
             changed = set[int]().union(*(new.numbers_changed(old) for old, new in pairs))
             names = find_names()
-            _warn_of(name, folded([names[i] for i in sorted(changed)]))
-
-
-def _warn_of(name: str, changed: dict[str, int]) -> None:
-    shown = ", ".join(changed)
-    if sum(changed.values()) == 1:
-        what = f"argument {shown} is a Python number, which is static, and has a new value"
-    else:
-        what = f"arguments {shown} are Python numbers, which are static, and have new values"
-    wholes = [_INDICES.sub("", text) for text in changed]
-    instead = " and ".join(f"jnp.asarray({whole})" for whole in wholes)
-    if any(_SEVERAL.search(whole) for whole in wholes):
-        instead = "jnp.asarray of each"
-    warn(
-        f"{name} is compiled at each call: its {what} each time. Pass {instead}.",
-        StaticNumberWarning,
-    )
-
-
-# What `folded` makes of indices, and of the numbers of a list or of lists in a list.
-_SEVERAL = re.compile(r"\[(\d+\.\.\d+|\*)\]")
-_INDICES = re.compile(rf"({_SEVERAL.pattern})+(, \d+ leaves)?$")
+            shown = ", ".join(folded([names[i] for i in sorted(changed)]))
+            warn(
+                f"{name} is compiled at each call, because Python numbers are static, and these "
+                f"have new values each time: {shown}. Convert them, or the lists that they are in, "
+                "by jnp.asarray.",
+                StaticNumberWarning,
+            )

@@ -327,12 +327,10 @@ TEXT_ALREADY_EXISTS = "ALREADY_EXISTS"
 TEXT_DEADLINE = "DEADLINE_EXCEEDED"
 TEXT_NOT_FOUND = "NOT_FOUND"
 
-# --- events and loggers ---------------------------------------------------------------------------
+# --- events ---------------------------------------------------------------------------------------
 
 # This thread has compiled a program.
 EVENT_COMPILED = "/jax/core/compile/backend_compile_duration"
-# Logs every error of a callback.
-LOGGER_CALLBACK = "jax._src.callback"
 
 # --- files and functions of JAX on the stack ------------------------------------------------------
 

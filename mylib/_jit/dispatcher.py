@@ -17,7 +17,6 @@ from .._tree import Arrays, Outline, outlined
 from .advise import Advice, Advise
 from .donation import Donate, Donation
 from .inputs import Inputs, Placing
-from .later import OutShardings
 from .naming import about_static
 from .recent import Recent
 from .running import Running, Trace, outermost
@@ -55,8 +54,6 @@ class Dispatcher(Wrapped):
     about: Mapping[str, Any]
     donate: Donate = "none"
     inputs: Inputs | None = None
-    out_shardings: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     variants: Recent[Outline, Variant] = field(default_factory=lambda: Recent(_MOST))
     # The variant that was called last. Usually it is called again.
     _latest: Variant | None = None
@@ -102,9 +99,7 @@ class Dispatcher(Wrapped):
         if DELETED_ARRAYS_END_IT:
             steps.append(_RefuseDeleted())
         steps.append(Advise(self._advice))
-        outputs = OutShardings(self.out_shardings, self.mesh, self.name)
-        positions = [i for x in donated for i in x.positions]
-        running = Running(self, call.outline, outputs, positions, self.options)
+        running = Running(self, call.outline, [i for x in donated for i in x.positions])
         return self.variants.add(call.outline, Variant(call.outline, steps, running))
 
     def call(self, call: Call, ahead: Any = None, first: bool = False) -> Any:

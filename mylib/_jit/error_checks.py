@@ -29,7 +29,6 @@ from .._compat import (
     jit,
     names,
     opened,
-    quiet_callbacks,
     replace_error_check,
     unspecified,
     value_under,
@@ -67,13 +66,15 @@ def calling(errors: Errors) -> AbstractContextManager[None]:
     return _calling(errors)
 
 
+def is_called() -> bool:
+    """Whether a program made by `filter_jit` is called here."""
+    return _calling.value is not None
+
+
 class CheckFound(Exception):
     """A program has an error check that isn't a value yet."""
 
 
-# The parameters of our primitive. The second one is None, or the call that contains the check and
-# can't return its error. Programs may share the first one, which Equinox's `jit` keeps.
-_CHECK, _STUCK_IN = "check", "stuck_in"
 check_p = Primitive("error_check")
 check_p.multiple_results = True
 
@@ -107,14 +108,13 @@ def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: An
             pred = alone_p.bind(jnp.asarray(pred))
         return _replace()(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
     check = Check(msgs, stack)
-    out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check, stuck_in=None)
+    out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check)
     return jtu.tree_unflatten(treedef, out)
 
 
 @functools.cache
 def _replace() -> Callable[..., Any]:
     """Makes Equinox call `_error`, from a first program on. Returns Equinox's own function."""
-    quiet_callbacks()
     return replace_error_check(_error)
 
 
@@ -137,49 +137,40 @@ def _nan_jvp(primals: Any, tangents: Any) -> Any:
 
 
 @check_p.def_impl
-def _raise_as_equinox(
-    pred: Any, index: Any, *arrays: Any, check: Check, stuck_in: str | None
-) -> list[Any]:
+def _raise_as_equinox(pred: Any, index: Any, *arrays: Any, check: Check) -> list[Any]:
     options: Any = {"msgs": check.messages, "on_error": "raise", "stack": check.stack}
     return _replace()(list(arrays), pred, index, **options)
 
 
 @check_p.def_abstract_eval
-def _abstract(pred: Any, index: Any, *avals: Any, **params: Any) -> list[Any]:
+def _abstract(pred: Any, index: Any, *avals: Any, check: Check) -> list[Any]:
     return list(avals)
 
 
-def _pass_on(args: Sequence[Any], attached: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _pass_on(args: Sequence[Any], attached: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
     """The arrays keep their tangents, or their batch dimensions. Equinox has already reduced the
     first two over a batch.
     """
-    return check_p.bind(*args, **params), list(attached[2:])
+    return check_p.bind(*args, check=check), list(attached[2:])
 
 
-def _lower(ctx: Any, *args: Any, check: Check, stuck_in: str | None) -> Any:
-    """Lowers a check in programs without `filter_jit` to Equinox's callback."""
-    if stuck_in is None and _calling.value in ("unknown", "returned"):
-        # All that can be values are so by now, or will be.
-        stuck_in = "a call that mylib can't analyse"
-        if _calling.value == "unknown":
-            raise CheckFound(_cannot_return(stuck_in, check))
+def _lower(ctx: Any, *args: Any, check: Check) -> Any:
+    """Lowers a check that isn't a value to Equinox's callback."""
+    if _calling.value == "unknown":
+        raise CheckFound
     if union(map(axes_of_type, ctx.avals_in)):
         raise ValueError(
             "equinox.error_if is called with arrays that differ between the devices of a "
             "shard_map. That needs mylib.filter_jit around the program, instead of jax.jit or "
             f"equinox.filter_jit\n{check.line}"
         )
-    if stuck_in is not None and devices_of_lowering(ctx) > 1:
-        raise ValueError(_cannot_return(stuck_in, check))
-    lower = mlir.lower_fun(_raise_as_equinox, multiple_results=True)
-    return lower(ctx, *args, check=check, stuck_in=stuck_in)
-
-
-def _cannot_return(where: str, check: Check) -> str:
-    return (
-        f"equinox.error_if is called in {where}, whose errors can't be returned. A program on "
-        f"several devices would wait forever\n{check.line}"
-    )
+    if _calling.value == "returned" and devices_of_lowering(ctx) > 1:
+        # All that can be values are so by now.
+        raise ValueError(
+            "equinox.error_if is called in a call that mylib can't analyse, whose errors can't be "
+            f"returned. A program on several devices would wait forever\n{check.line}"
+        )
+    return mlir.lower_fun(_raise_as_equinox, multiple_results=True)(ctx, *args, check=check)
 
 
 ad.primitive_jvps[check_p] = _pass_on
@@ -187,22 +178,13 @@ batching.primitive_batchers[check_p] = _pass_on
 mlir.register_lowering(check_p, _lower)
 
 
-# What is left of a check that has been made already.
-passed_p = Primitive("passed_check")
-passed_p.multiple_results = True
-passed_p.def_impl(lambda pred, index, *arrays: list(arrays))
-passed_p.def_abstract_eval(lambda pred, index, *avals: list(avals))
-ad.primitive_jvps[passed_p] = lambda args, moved: (passed_p.bind(*args), list(moved[2:]))
-batching.primitive_batchers[passed_p] = lambda args, dims: (passed_p.bind(*args), list(dims[2:]))
-mlir.register_lowering(passed_p, lambda ctx, pred, index, *arrays: arrays)
-
-
 def without_checks(program: Any) -> Any:
     """A jaxpr that doesn't check again what has been checked."""
 
     def passed(eqn: Any) -> Any:
         if eqn.primitive is check_p:
-            return eqn.replace(primitive=passed_p, params={})
+            arrays = eqn.invars[2:]
+            return eqn.replace(primitive=jax.lax.optimization_barrier_p, invars=arrays, params={})
         return eqn.replace(params=with_jaxprs(eqn, without_checks))
 
     return with_equations(program, passed)
@@ -337,23 +319,18 @@ class _Rewriting:
         return self._unreturned(eqn, args)
 
     def _unreturned(self, eqn: Any, args: list[Any]) -> list[Any]:
-        """A call that can't return the errors of its checks."""
-        stuck = with_jaxprs(eqn, lambda inner: self._stuck(inner, f"a {eqn.primitive.name}"))
-        return [*bind_as(eqn, args, **stuck), _none()]
-
-    def _stuck(self, program: Any, where: str) -> Any:
-        """The program, with checks that say in which call they can't return their errors."""
-        if not self.has_check(program):
-            return program
-        self.checks.has_callbacks = True
-
-        def marked(eqn: Any) -> Any:
-            params = with_jaxprs(eqn, lambda inner: self._stuck(inner, where))
-            return eqn.replace(
-                params=params | ({_STUCK_IN: where} if eqn.primitive is check_p else {})
+        """A call that can't return the errors of its checks: on one device Equinox raises them."""
+        # JAX calls rules of its own later, when nothing can make values of their checks.
+        if self._is_transformed and jax.device_count() > 1:
+            raise ValueError(
+                f"equinox.error_if is called in a function with rules of its own, a "
+                f"{eqn.primitive.name} at {line_of(eqn)}, and a function of filter_jit around it "
+                "is transformed. Over several devices its errors can't be returned. Put filter_jit "
+                "around the transformation: mylib.filter_jit(jax.grad(f)) in place of "
+                "jax.grad(mylib.filter_jit(f))"
             )
-
-        return with_equations(program, marked)
+        self.checks.has_callbacks = True
+        return [*bind_as(eqn, args), _none()]
 
     def _function(self, program: Any) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
@@ -368,7 +345,7 @@ class _Rewriting:
 
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
         pred, index, *arrays = args
-        check = eqn.params[_CHECK]
+        (check,) = eqn.params.values()
         last = np.int32(len(check.messages) - 1)
         chosen = jax.lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), last)
         number = cast(self.checks.number_of(check) + chosen, manual_axes())
@@ -448,20 +425,9 @@ class _Rewriting:
         values, failed = mapped(*args)
         return [*values, jnp.max(failed)]
 
-    def with_rules(self, eqn: Any, args: list[Any]) -> Any:
+    def with_rules(self, eqn: Any, args: list[Any]) -> list[Any]:
         """A call with rules of its own, which are for transformations of the program."""
-        if not self._is_transformed:
-            return self.inlined(eqn, args)
-        # JAX calls the rules later, and nothing can make values of their checks.
-        if jax.device_count() > 1:
-            raise ValueError(
-                f"equinox.error_if is called in a function with rules of its own, a "
-                f"{eqn.primitive.name} at {line_of(eqn)}, and a function of filter_jit around it "
-                "is transformed. Over several devices its errors can't be returned. Put filter_jit "
-                "around the transformation: mylib.filter_jit(jax.grad(f)) in place of "
-                "jax.grad(mylib.filter_jit(f))"
-            )
-        return self._unreturned(eqn, args)
+        return (self._unreturned if self._is_transformed else self.inlined)(eqn, args)
 
 
 _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {

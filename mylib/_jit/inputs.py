@@ -198,41 +198,27 @@ def _by_name(
         )
     by_position = [entries.get(key, default) for key in function.by_position[:count]]
     by_keyword = {key: entries.get(key, default) for key in kwargs if key in function.by_keyword}
-    remaining = count - len(by_position)
-    further = _for_each(entries.get(args_name, default), remaining, name, f"*{args_name}")
+    further = range(count - len(by_position))
+    in_args = _for_each(entries.get(args_name, default), further, name, f"*{args_name}")
     keys = [key for key in kwargs if key not in by_keyword]
-    named = _for_names(entries.get(kwargs_name, beside or default), keys, name, f"**{kwargs_name}")
-    return (*by_position, *further), dict.fromkeys(keys, default) | named | by_keyword
+    in_kwargs = entries.get(kwargs_name, beside or default)
+    named = _for_each(in_kwargs, keys, name, f"**{kwargs_name}")
+    return (*by_position, *in_args.values()), dict.fromkeys(keys, default) | named | by_keyword
 
 
-def _for_each(entry: Any, count: int, name: str, what: str) -> Sequence[Any]:
-    """The prefixes of the arguments in `*args`."""
+def _for_each(entry: Any, keys: Sequence[Any], name: str, what: str) -> dict[Any, Any]:
+    """The prefixes of the arguments in `*args`, which are numbered, or in `**kwargs`."""
     if is_placement_leaf(entry):
-        return [entry] * count
-    if not isinstance(entry, tuple | list):
-        raise TypeError(_not_for_all(entry, name, what, "a tuple with one for each"))
-    if len(entry) != count:
+        return dict.fromkeys(keys, entry)
+    if isinstance(entry, tuple | list) and len(entry) == len(keys):
+        entry = dict(enumerate(entry))
+    if not (isinstance(entry, dict) and set(entry) <= set(keys)):
         raise TypeError(
-            f"{name}: there are {len(entry)} entries for {what}, and it has {count}. Give one for "
-            "each, or a placement for all of them"
+            f"{name}: the placement of {what} is {entry!r}, for {[*keys]}. Give a placement for "
+            "all of them, or one for each: a tuple for arguments by position, a dict for those by "
+            "name"
         )
     return entry
-
-
-def _for_names(entry: Any, names: Sequence[str], name: str, what: str) -> dict[str, Any]:
-    """The prefixes of arguments in `**kwargs`."""
-    if is_placement_leaf(entry):
-        return dict.fromkeys(names, entry)
-    if not isinstance(entry, dict):
-        raise TypeError(_not_for_all(entry, name, what, "a dict from its names"))
-    if spare := [key for key in entry if key not in names]:
-        raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in {what}")
-    return entry
-
-
-def _not_for_all(entry: Any, name: str, what: str, how: str) -> str:
-    kind = type(entry).__name__
-    return f"{name}: write a placement for all of {what}, or {how}, not a {kind}"
 
 
 def _abstract(leaves: Leaves, targets: Targets, world: World) -> list[Any]:

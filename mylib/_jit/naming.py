@@ -93,12 +93,8 @@ def explain(error: Exception, call: Call) -> None:
 
 def _add(error: Exception, note: str) -> None:
     # A function called by this one may have added it.
-    if note and note not in _noted(error):
+    if note and note not in "".join(getattr(error, "__notes__", ())):
         error.add_note(f"({note})")
-
-
-def _noted(error: Exception) -> str:
-    return "".join(getattr(error, "__notes__", ()))
 
 
 def _about_explicit_axes(call: Call) -> str:
@@ -184,24 +180,21 @@ _NOTES: dict[str, Callable[[str, Call], str]] = {
 def about_static(error: Exception, call: Call) -> None:
     """Adds to an error of hashing or comparing static arguments which of them it is about."""
     leaves = {id(x) for _, x in _arguments(call)}
-    static = [
-        (path, x)
-        for path, x, node in walk((call.args, call.kwargs))
-        if node is None and not (id(x) in leaves and is_array(x, call.is_abstract))
-    ]
-    unhashable = (pair for pair in static if id(pair[1]) in leaves and not _works(hash, pair[1]))
-    incomparable = (pair for pair in static if not _works(_is_itself, pair[1]))
-    for faulty, must in (
-        (unhashable, "be hashable"),
-        (incomparable, "be comparable: their == must return True or False, not an array of them"),
-    ):
-        for path, x in faulty:
-            _add(
-                error,
-                f"{call.wrapped.name} was given {call.wrapped.function.naming(path)}, a "
-                f"{type(x).__name__}. Arguments that are not arrays are static, and must {must}",
-            )
-            return
+    for path, x, node in walk((call.args, call.kwargs)):
+        if node is not None or (id(x) in leaves and is_array(x, call.is_abstract)):
+            continue
+        if id(x) in leaves and not _works(hash, x):
+            must = "be hashable"
+        elif not _works(_is_itself, x):
+            must = "be comparable: their == must return True or False, not an array of them"
+        else:
+            continue
+        _add(
+            error,
+            f"{call.wrapped.name} was given {call.wrapped.function.naming(path)}, a "
+            f"{type(x).__name__}. Arguments that are not arrays are static, and must {must}",
+        )
+        return
 
 
 def _is_itself(x: Any) -> bool:

@@ -1,6 +1,6 @@
 """A program of a variant: traced, with its checks of errors as values, and called by `jax.jit`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._compat import donation_warning, is_staged, jit, value_under, with_actual_memory_kind
+from .._compat import (
+    is_staged,
+    jit,
+    silence_donation_warning,
+    value_under,
+    with_actual_memory_kind,
+)
 from .._placement import Target, axis_types, sharding_of, split_over
 from .._programs import is_on_host
 from .._tree import Arrays, Made, Outline, Rest, outlined
-from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
-from .later import OutShardings
+from .error_checks import CheckFound, Checks, calling, has_check, is_called, with_checks_as_values
+from .later import placed
 from .steps import Call, Wrapped
 
 
@@ -47,18 +53,12 @@ class Traced(Rest):
 class Running:
     """The `jax.jit` of one variant."""
 
-    def __init__(
-        self,
-        wrapped: Wrapped,
-        outline: Outline,
-        outputs: OutShardings,
-        donated: Sequence[int],
-        options: Mapping[str, Any],
-    ):
-        self._wrapped, self._outline, self._outputs = wrapped, outline, outputs
+    def __init__(self, wrapped: Wrapped, outline: Outline, donated: Sequence[int]):
+        self._wrapped, self._outline = wrapped, outline
         # Whether it has error checks; None until it is traced.
         self._has_checks: bool | None = None
-        self._calling = _donating if donated else calling
+        # Warnings of ours name the arrays.
+        silence_donation_warning(_is_ours)
 
         def run(mode: str, *arrays: Any) -> Made:
             # As a part of another program, or without checks (see `use`). `jax.disable_jit` runs
@@ -70,11 +70,11 @@ class Running:
         run.__name__ = run.__qualname__ = wrapped.name
         # In `run` the mode comes first.
         numbers = [i + 1 for i in donated]
-        self.jitted: Any = jit(run, static_argnums=0, donate_argnums=numbers, **options)
+        self.jitted: Any = jit(run, static_argnums=0, donate_argnums=numbers, **wrapped.options)
 
     def call_compiled(self, ahead: jax.stages.Compiled, arrays: Arrays) -> Made:
         """Calls the program as it was compiled ahead of time."""
-        with self._calling("returned"):
+        with calling("returned"):
             return ahead(*arrays)
 
     def lowered(self, arrays: Arrays) -> tuple[Any, jax.stages.Lowered]:
@@ -96,23 +96,23 @@ class Running:
             # Those for arrays of other shapes, and those hidden in primitives, are found by JAX.
             if not self._has_checks:
                 try:
-                    with self._calling("unknown"):
+                    with calling("unknown"):
                         return use("staged", *arrays)
                 except CheckFound:
                     self._has_checks = True
-        with self._calling("returned" if mode == "eager" else "raised"):
+        with calling("returned" if mode == "eager" else "raised"):
             return use(mode, *arrays)
 
     def _look_for_checks(self, arrays: Arrays) -> bool | None:
         """Whether the program has error checks, by its trace; None with `jax.disable_jit`."""
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return None
-        with self._calling("unknown"):
+        with calling("unknown"):
             return has_check(self.jitted.trace("staged", *arrays).jaxpr)
 
     def _trace(self, arrays: Arrays) -> Made:
-        with tracing(arrays) as trace, donation_warning(silenced=False):
-            result, after = self._outputs.placed(self._called(arrays))
+        with tracing(arrays) as trace:
+            result, after = placed(self._called(arrays), self._wrapped)
         trace.is_new = is_staged()
         returned, outline = outlined(result)
         if any(map(_is_in_host_memory, returned)):
@@ -140,10 +140,9 @@ class Running:
         return Made(returned.arrays, rest, failed)
 
 
-@contextmanager
-def _donating(errors: Errors) -> Iterator[None]:
-    with calling(errors), donation_warning(silenced=True):
-        yield
+def _is_ours() -> bool:
+    """Whether what is compiled here is a program of ours, not one that a traced function calls."""
+    return is_called() and outermost() is None
 
 
 # What the results of some traces need after each call.

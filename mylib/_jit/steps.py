@@ -1,10 +1,10 @@
 """What a call passes through: steps before the program runs, and after."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._compat import new_id
 from .._placement import AnyMesh
 from .._tree import Arrays, Outline
 from .signature import Function
@@ -13,15 +13,17 @@ from .signature import Function
 @dataclass(eq=False, kw_only=True)
 class Wrapped:
     """A function without its arrays, as steps, errors and warnings know it. `code` is its Python
-    function, if it has one.
+    function, if it has one; `options` are those of `jax.jit`.
     """
 
     fun: Outline
     function: Function
     code: Any
     mesh: AnyMesh | None = None
+    out_shardings: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     # Equinox looks for this id on the stack, to show only the frames inside the program.
-    id: bytes = field(default_factory=new_id)
+    id: bytes = field(default_factory=lambda: os.urandom(16))
 
     @property
     def name(self) -> str:

@@ -206,8 +206,8 @@ class Explanation(Shown, Rows):
 
     def _waste(self) -> list[str]:
         groups = fold(self.replicated, _WASTES)
-        left = sum(len(rows) for _, rows in groups[_WASTES:])
-        lines = [_show_waste(label, rows) for label, rows in groups[:_WASTES]]
+        left = len(self.replicated) - sum(len(rows) for _, rows in groups)
+        lines = [_show_waste(label, rows) for label, rows in groups]
         last = f"and {counted(left, 'more array')} {'is' if left == 1 else 'are'} large"
         return [*lines, f"{last} and replicated"] if left else lines
 

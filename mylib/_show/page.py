@@ -72,9 +72,9 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     # From the largest array: others may have a dimension of size 0.
     shape = max(rows, key=lambda row: row.nbytes).leaf.shape
     shown = _PATHS if place.num_devices <= _LARGE else 3
-    groups = fold(rows)
-    lines = [f"{label}: {sizes(group)[1]}" for label, group in groups[:shown]]
-    left = sum(len(group) for _, group in groups[shown:])
+    groups = fold(rows, shown)
+    lines = [f"{label}: {sizes(group)[1]}" for label, group in groups]
+    left = len(rows) - sum(len(group) for _, group in groups)
     held = "\n".join([*lines, *more(left, "array")])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = show_place(place) + meshes.suffix(place)

@@ -51,20 +51,23 @@ class Shown:
         return self._text(LINES)
 
     def whole(self) -> str:
-        """The text with all lines, however many. By default, leaves after the first 200 lines share
-        a line if they are alike.
+        """The text with all lines, however many. By default, leaves after the first 200 lines are
+        only counted.
         """
         return self._text(None)
 
     def _text(self, most: int | None) -> str:
         paint, groups = paint_for_stdout(), fold(self._listed, most)
-        body = body_of(groups, self._cells, most)
+        body = body_of(self._listed, groups, self._cells)
         shared = _shared(self._header, body)
         kept = [i for i, name in enumerate(self._header) if name not in shared]
         header, *rows = ([cells[i] for i in kept] for cells in (self._header, *body))
 
         def code_of(row: int, column: int) -> str:
-            return self._code_of(groups[row - 1][1][0], header[column]) if row else BOLD
+            if row == 0:
+                return BOLD
+            # The last line, which counts what is left out, has no group.
+            return self._code_of(groups[row - 1][1][0], header[column]) if groups[row - 1 :] else ""
 
         lines = [*columns([header, *rows], paint, code_of), ""] if groups else []
         alike = ", ".join(f"{name} {text}" for name, text in shared.items() if text)
@@ -72,7 +75,7 @@ class Shown:
         return for_stdout([*lines, *wrapped(notes), *self._below(paint)])
 
     def _repr_html_(self) -> str:
-        body = body_of(fold(self._listed), self._cells)
+        body = body_of(self._listed, fold(self._listed, LINES), self._cells)
         notes, loads = self._notes_of_page(), self.bytes_by_device
         return overview_page(notes, self.rows, self._header, body, loads, self._meshes)
 

@@ -135,7 +135,7 @@ class _Journeys:
 
     def add_of_several_processes(self, row: Relocation, known_as: Any, counted: bool) -> None:
         x, destination = row.value, sharding_of(row.target)
-        if row.across or crosses(x, destination):
+        if crosses(x, destination, always=row.across):
             row.target, row.alias = fill_free(row.target, x.sharding, x.ndim), False
             self.crossings.append((row, known_as))
             if _has_layout(row.target):

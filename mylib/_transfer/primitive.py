@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 
 from .._compat import Uncommitted, sharding_under
 from .._errors import Fault, PlacementError
-from .._links import crosses
 from .._placement import (
     Target,
     axes_in,
@@ -29,7 +28,7 @@ from .._placement import (
     sharding_of,
     spec_over,
 )
-from .._tree import Kind, kind_of
+from .._tree import kind_of
 from .eager import move
 from .relocation import Options, Relocation, rows_of, set_values, with_values
 from .staged import constrain
@@ -72,9 +71,7 @@ def _impl(*arrays: Any, trips: RoundTrips) -> list[jax.Array]:
     options = [Options(alias=trip.alias) for trip in trips]
     rows = rows_of(placed, map(kind_of, placed), [trip.target for trip in trips], options)
     for row in rows:
-        if row.kind is Kind.DEVICE and not isinstance(row.target, Uncommitted):
-            always = trips[row.at].across
-            row.across = crosses(row.value, sharding_of(row.target), always=always)
+        row.across = trips[row.at].across
     move(rows)
     return with_values(placed, rows)
 

@@ -44,7 +44,7 @@ class Relocation:
     """Whether its memory is reused if possible; the caller deletes it otherwise."""
     alias: bool | None = None
     across: bool = False
-    """Whether processes send and receive it, even if each could place a value of its own."""
+    """Whether processes send and receive it even if each could place a value of its own."""
 
 
 def set_values(rows: Sequence[Relocation], values: Iterable[Any]) -> None:

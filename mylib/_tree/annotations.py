@@ -57,8 +57,7 @@ class Walker:
 
     def __init__(self, tree: Any):
         self.tree = tree
-        # The children of nodes whose keys don't show how to read them. The nodes are kept, so that
-        # their ids stay valid.
+        # The children of each node by key. The nodes are kept, so that their ids stay valid.
         self._flattened: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def steps_to(self, path: Sequence[Any]) -> Sequence[Step]:
@@ -69,22 +68,11 @@ class Walker:
         node = self.tree
         for i, key in enumerate(path):
             if i:
-                node = self._child(node, path[i - 1])
+                node = self._children(node).get(str(path[i - 1]), _ABSENT)
             if node is _ABSENT:
                 break
             steps.append((node, key))
         return steps
-
-    def _child(self, node: Any, key: Any) -> Any:
-        if isinstance(key, jtu.GetAttrKey):
-            child = _attribute(node, key.name)
-            if child is not _ABSENT:
-                return child
-        elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
-            return node[key.idx] if key.idx < len(node) else _ABSENT
-        elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
-            return node.get(key.key, _ABSENT)
-        return self._children(node).get(str(key), _ABSENT)
 
     def _children(self, node: Any) -> dict[str, Any]:
         if id(node) not in self._flattened:
@@ -92,14 +80,6 @@ class Walker:
             by_key = {str(path[0]): child for path, child in children if path}
             self._flattened[id(node)] = node, by_key
         return self._flattened[id(node)][1]
-
-
-def _attribute(node: Any, name: str) -> Any:
-    try:
-        # That of a Module is slow Python, which looks for methods.
-        return object.__getattribute__(node, name)
-    except AttributeError:
-        return getattr(node, name, _ABSENT)
 
 
 @cache
@@ -116,31 +96,8 @@ def _field_hints(cls: type) -> Mapping[str, _Hint]:
             except (AttributeError, NameError, SyntaxError, TypeError):
                 hints.pop(name, None)
             else:
-                hints[name] = _hint(_filled_in(evaluated[name], _arguments(cls, base)))
+                hints[name] = _hint(evaluated[name])
     return hints
-
-
-def _arguments(cls: type, base: type) -> Mapping[Any, Any]:
-    """The arguments that `cls` gives to the type variables of a generic base."""
-    for written in getattr(cls, "__orig_bases__", ()):
-        origin = typing.get_origin(written) or written
-        parameters = getattr(origin, "__parameters__", ())
-        arguments = dict(zip(parameters, typing.get_args(written), strict=False))
-        if origin is base:
-            return arguments
-        if isinstance(origin, type) and issubclass(origin, base):
-            inner = _arguments(origin, base)
-            return {variable: _filled_in(arg, arguments) for variable, arg in inner.items()}
-    return {}
-
-
-def _filled_in(annotation: Any, arguments: Mapping[Any, Any]) -> Any:
-    if isinstance(annotation, typing.TypeVar):
-        return arguments.get(annotation, annotation)
-    variables = getattr(annotation, "__parameters__", ())
-    if not isinstance(annotation, type) and any(v in arguments for v in variables):
-        return annotation[tuple(arguments.get(v, v) for v in variables)]
-    return annotation
 
 
 def _alternatives(annotation: Any) -> list[Any]:

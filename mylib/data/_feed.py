@@ -157,13 +157,7 @@ class Feed:
             name="mylib.data.prefetch",
             daemon=True,
         )
-        try:
-            self.thread.start()
-        except RuntimeError as error:
-            # Too many threads.
-            self.channel.fail(farewell(self.channel.me, error))
-            self.channel.end()
-            raise
+        self.thread.start()
         _feeds.add(self)
 
     @waits("batches", lambda feed: ("the loader's next batch", feed.channel.processes))

@@ -1,7 +1,7 @@
 """This process's share of a batch: checked, and placed."""
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,7 +208,6 @@ def look_through(batch: Any, request: BatchRequest) -> Share:
     fit = _unfit_batch if simple else fits_all
     decision = decide(leaves, request.placement, request.mesh, world, fit=fit)
     faults += misfits + decision.faults
-    _put_unplaced(leaves, numbers, decision.targets)
     targets = [
         _everywhere(target) if position in numbers else target
         for target, position in zip(decision.targets, leaves.positions, strict=True)
@@ -228,15 +227,6 @@ def look_through(batch: Any, request: BatchRequest) -> Share:
     if any(x.reader.count > 1 for x in portions) and any(map(is_rule, decision.entries)):
         faults += _undecided_rules(share, decision.entries)
     return share
-
-
-def _put_unplaced(
-    leaves: Leaves, numbers: Container[int], targets: Sequence[Target | None]
-) -> None:
-    """Numbers that become arrays without a target are converted as by `jnp.asarray`."""
-    for i, position in enumerate(leaves.positions):
-        if position in numbers and targets[i] is None:
-            leaves.arrays[i], leaves.kinds[i] = jnp.asarray(leaves.arrays[i]), Kind.DEVICE
 
 
 def _to_place(share: Share) -> dict[int, Portion]:

@@ -104,23 +104,6 @@ class TestAnnotations:
             "['a'][1].extra[0]": P("data"),
         }
 
-    def test_a_generic_base_filled_in(self):
-        T = TypeVar("T")
-        S = TypeVar("S")
-
-        class Base(eqx.Module, Generic[T, S]):
-            one: T
-            many: list[S]
-
-        class Half(Base[Float[Array, "out in"], S]):
-            pass
-
-        class Whole(Half[Float[Array, "in"]]):
-            pass
-
-        tree = Whole(jnp.zeros((8, 8)), [jnp.zeros(8)])
-        assert specs(tree, by_axes(AXES)) == {".one": P("model", "data"), ".many[0]": P("data")}
-
     def test_other_ways_to_write_it(self):
         Weight = NewType("Weight", Float[Array, "out in"])
 

@@ -416,22 +416,15 @@ class TestManyLeaves:
         ]
         return {f"name {chr(97 + i % 26)}{i:06}": arrays[i % kinds] for i in range(count)}
 
-    def test_the_first_have_lines_and_the_others_share_them(self):
+    def test_the_first_have_lines_and_the_others_are_counted(self):
         shown = mylib.show(self.tree(1000, 2))
         lines = str(shown).splitlines()
-        assert lines[200].startswith("['name") and lines[203] == ""
-        more = [re.match(r"and (\d+) more +\(8, [45]\) .* \1 x ", line) for line in lines[201:203]]
-        assert sum(int(match[1]) for match in more if match is not None) == 800
+        assert lines[200].startswith("['name") and lines[201:203] == ["and 800 more", ""]
         assert "1000 arrays" in str(shown)
         assert len(shown.whole().splitlines()) > 1000
         assert len(mylib.explain(self.tree(1000, 2)).whole().splitlines()) > 1000
         changes = mylib.show(self.tree(1000, 2), self.tree(1000, 2))
         assert len(str(changes).splitlines()) < 210 < 1000 < len(changes.whole().splitlines())
-
-    def test_of_many_kinds_the_rest_is_counted(self):
-        lines = str(mylib.show(self.tree(400, 400))).splitlines()
-        assert lines[221].split("  ")[0] == "and 180 more of other kinds"
-        assert lines[222] == ""
 
     @pytest.mark.thorough
     def test_a_hundred_thousand(self):
