@@ -219,7 +219,7 @@ def candidates(case: Case, known: mylib.machines.Machine, room: float) -> list[L
 
 
 def fitting(tried: Sequence[LiveCandidate], room: float) -> list[LiveCandidate]:
-    return ordered([x for x in tried if not x.why and x.memory <= room * (1 - RESERVE)])
+    return ordered([x for x in tried if not x.figures.why and x.memory <= room * (1 - RESERVE)])
 
 
 def compiled(only: Sequence[str], machine: str) -> None:
@@ -239,7 +239,7 @@ def compiled(only: Sequence[str], machine: str) -> None:
         start, room = time.monotonic(), case.memory or float(target.memory or math.inf)
         tried = candidates(case, known, room)
         first = fitting(tried, room)[0].name
-        left = ordered([x for x in tried if not x.why])
+        left = ordered([x for x in tried if not x.figures.why])
         eight = [x.name for x in to_compile(left, 8)]
         programs = done.setdefault(case.name.removesuffix(", tight"), [])
         found: list[LiveCandidate] = []

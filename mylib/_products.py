@@ -4,6 +4,7 @@ convolution.
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from itertools import compress
@@ -57,34 +58,30 @@ class _Counter:
 
     # From the results to the arguments: `followed` would also count what nothing uses.
     def _count(self, jaxpr: Any, live: set[int]) -> Products | None:
-        products = looped = others = factors = 0
+        total = Products(0)
         for eqn in reversed(jaxpr.eqns):
             used = tuple(id(x) in live for x in eqn.outvars)
-            if True not in used and not eqn.effects:
-                continue
-            if products > self._at_most:
-                return None
-            live.update(map(id, eqn.invars))
-            name = eqn.primitive.name
-            if name in _UNKNOWN:
-                return None
-            if name in _PRODUCTS:
-                products += products_of_equation(eqn)
-                continue
-            inner = jaxprs_in(eqn)
-            factors += name in names.FACTORS
-            if not inner:
-                others += sum(math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
-                continue
-            inside = self._called(eqn, inner, used)
-            if inside is None:
-                return None
-            products += inside.products
-            looped += inside.looped
-            others += inside.others
-            factors += inside.factors
-        counted = Products(products, looped, others, factors)
-        return counted if products <= self._at_most else None
+            if True in used or eqn.effects:
+                live.update(map(id, eqn.invars))
+                counted = self._in_equation(eqn, used)
+                if counted is None:
+                    return None
+                total = Products(*map(operator.add, total, counted))
+                if total.products > self._at_most:
+                    return None
+        return total
+
+    def _in_equation(self, eqn: Any, used: tuple[bool, ...]) -> Products | None:
+        name = eqn.primitive.name
+        if name in _UNKNOWN:
+            return None
+        if name in _PRODUCTS:
+            return Products(products_of_equation(eqn))
+        inner = jaxprs_in(eqn)
+        if inner:
+            return self._called(eqn, inner, used)
+        others = sum(math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
+        return Products(0, others=others, factors=int(name in names.FACTORS))
 
     def _called(self, eqn: Any, inner: list[Any], used: tuple[bool, ...]) -> Products | None:
         name = eqn.primitive.name

@@ -1,6 +1,6 @@
 """Walks through jaxprs, and calls their equations again."""
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -81,51 +81,36 @@ class OptimiserProduct(NamedTuple):
     is_square: bool
 
 
-def products_of_optimisers(program: Any) -> Iterator[OptimiserProduct]:
+def products_of_optimisers(program: Any) -> list[OptimiserProduct]:
     """The products in the optimisers of a step, but for those inside of `shard_map`, where matrices
     are whole.
     """
-    yield from _products_in(program, None, 1, [])
+    found: list[OptimiserProduct] = []
 
+    def walk(program: Any, given: list[Any] | None, times: int, around: list[Any]) -> list[Any]:
+        """What stands for the results, equal for equal matrices. `around` are the equations that
+        call the program: in a loop JAX doesn't know which function has called the loop.
+        """
 
-# Yields products, and returns numbers for results, equal for equal matrices.
-_Walk = Generator[OptimiserProduct, None, list[Any]]
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+            name, here = eqn.primitive.name, [*around, eqn]
+            if name in _SAME_MATRIX:
+                return values
+            if name == names.DOT and any(map(optimiser_of, here)):
+                found.append(OptimiserProduct(eqn, times, values[0] == values[1]))
+            if name == names.JIT:
+                return walk(eqn.params[names.PARAM_JAXPR], values, times, here)
+            if name != names.SHARD_MAP and name not in names.KERNELS:
+                turns = eqn.params[names.PARAM_LENGTH] if name == names.SCAN else 1
+                for inner in jaxprs_in(eqn):
+                    walk(inner, None, times * turns, here)
+            return [object() for _ in eqn.outvars]
 
+        given = [object() for _ in opened(program).invars] if given is None else given
+        return followed(program, given, rule, others=id)
 
-def _products_in(program: Any, operands: list[Any] | None, times: int, around: list[Any]) -> _Walk:
-    """`operands` are numbers, too, `around` are the equations that call the program: in a loop JAX
-    doesn't know which function has called the loop.
-    """
-    jaxpr = opened(program)
-    given = [*map(id, jaxpr.invars)] if operands is None else operands
-    # By the ids of variables, as literals can't be hashed.
-    numbers = dict(zip(map(id, jaxpr.invars), given, strict=True))
-    for eqn in jaxpr.eqns:
-        values = [numbers.get(id(x), id(x)) for x in eqn.invars]
-        results = yield from _products_through(eqn, values, times, around)
-        numbers.update(zip(map(id, eqn.outvars), results, strict=False))
-    known, results = {*given}, [numbers.get(id(x)) for x in jaxpr.outvars]
-    # A jaxpr may be called several times, and what it makes is new each time.
-    return [x if x in known else object() for x in results]
-
-
-def _products_through(eqn: Any, values: list[Any], times: int, around: list[Any]) -> _Walk:
-    name, here = eqn.primitive.name, [*around, eqn]
-    if name in _SAME_MATRIX:
-        return values
-    if name == names.DOT:
-        if any(map(optimiser_of, here)):
-            yield OptimiserProduct(eqn, times, values[0] == values[1])
-    elif name != names.SHARD_MAP and name not in names.KERNELS:
-        turns = eqn.params[names.PARAM_LENGTH] if name == names.SCAN else 1
-        is_call = name == names.JIT
-        for inner in jaxprs_in(eqn):
-            results = yield from _products_in(
-                inner, values if is_call else None, times * turns, here
-            )
-            if is_call:
-                return results
-    return []
+    walk(program, None, 1, [])
+    return found
 
 
 _SAME_MATRIX = {names.TRANSPOSE, names.CONVERT, names.CONSTRAINT, names.RESHARD}
@@ -332,10 +317,15 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def frame_of(eqn: Any) -> Any:
+    """The frame of the user's line that made an equation; None if it is unknown."""
+    traceback = eqn.source_info.traceback
+    return innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
+
+
 def line_of(eqn: Any) -> str:
     """The user's line that made an equation, and its function: `/home/me/train.py:31 (loss)`."""
-    traceback = eqn.source_info.traceback
-    frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
+    frame = frame_of(eqn)
     if frame is None:
         return "an unknown line"
     return f"{spot(frame.file_name, frame.line_num, frame.file_name)} ({frame.function_name})"

@@ -626,7 +626,6 @@ PARAMS = {
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
     "PARAM_RAGGED": ("ragged_dot_general",),
-    "PARAM_REPS": ("tile",),
     "PARAM_REVERSE": ("scan",),
     "PARAM_RHS_DILATION": ("conv_general_dilated",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
@@ -964,16 +963,6 @@ class TestMoved:
         """
         told = run(program, checkout_env)
         assert f"{module}.{name}" in told and jax.__version__ in told and eqx.__version__ in told
-
-
-def test_operations_that_fill_arrays():
-    """If one is missing, look for its new name in `lowered.as_text()`."""
-
-    def fun(x):
-        return jnp.zeros(8) + jnp.arange(8.0) + x[0] + np.arange(8.0, dtype=np.float32) ** 2
-
-    text = jax.jit(fun).lower(jax.ShapeDtypeStruct((8,), np.float32)).as_text()
-    assert all(name in text for name in names.MLIR_FILLED)
 
 
 def test_what_a_profile_is_made_of(tmp_path):

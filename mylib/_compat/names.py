@@ -150,31 +150,32 @@ BY_ELEMENT = frozenset(
         "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
-# Their results have an array's dimensions without those of the parameter "axes".
-REDUCTIONS = frozenset(
+# They add up all that is along the dimensions of a parameter "axes".
+SUMS = frozenset({REDUCE_SUM, "psum"})
+# Their results have an array's dimensions without those of the parameter "axes". Collectives, also
+# of several arrays, are among them if all axes are dimensions: what `jax.vmap` makes of them.
+REDUCTIONS = SUMS | {
+    "argmax", "argmin", "pmax", "pmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_prod",
+}  # fmt: skip
+# They run along the dimensions of a parameter "axis", "dimension" or "dimensions".
+ALONG = frozenset(
     {
-        REDUCE_SUM, "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-        "reduce_prod",
+        "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort", "squeeze", "stack",
+        "top_k", "unstack",
     }
 )  # fmt: skip
-# The same for several arrays, if all axes are dimensions: what `jax.vmap` makes of a collective.
-OVER_VMAPPED = frozenset({"pmax", "pmin", "psum"})
-# They run along the dimension of a parameter "axis" or "dimension".
-ALONG_ONE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort"})
 # Dimensions that keep their size stay as they are; of the others a part is read or written.
 CUTS = frozenset(
     {
         SLICE, "concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window",
-        "reduce_window_max", "reduce_window_min", "reduce_window_sum", "rev",
-        "select_and_gather_add", "select_and_scatter_add", "split", "top_k",
+        "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
+        "select_and_scatter_add", "split", "tile",
     }
 )  # fmt: skip
 # A result's numbers depend on where they are, for random numbers in all dimensions.
-# One number for all that `vmap` has made of one, in Equinox.
-UNVMAPPED = frozenset({"unvmap_all", "unvmap_any", "unvmap_max"})
 NUMBERED = frozenset({"iota", "random_bits", "random_gamma", "random_split"})
 PAD = "pad"
-TOP_K = "top_k"
 WINDOWS = frozenset(
     {
         "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum",
@@ -188,9 +189,6 @@ RESHAPE = "reshape"
 SCATTERS = frozenset(
     {"scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
 )
-REVERSED = "rev"
-SAME = frozenset({"copy", "reduce_precision", RESHARD})
-SQUEEZE = "squeeze"
 TRANSPOSE = "transpose"
 # Made of nothing, or of keys.
 MADE = frozenset(
@@ -208,13 +206,14 @@ SOLID = SCATTERS | {
 }  # fmt: skip
 # Their result is their operand.
 ALIASES = frozenset({BARRIER, CHECKPOINT_NAME, "reshape", "squeeze", "transpose"})
+# Their result has the numbers of the first operand, if it has as many.
+SAME_NUMBERS = (ALIASES - {BARRIER}) | SUMS | {
+    BROADCAST, CONSTRAINT, DEVICE_PUT, RESHARD, "copy", "reduce_precision",
+}  # fmt: skip
 # Their result needs no memory.
 FILLED = frozenset({"broadcast_in_dim", "empty", "empty2", "iota"})
-# Only shows something.
-SHOWS = frozenset({"debug_callback", "debug_print"})
-JOINED = "stack"
-TILED = "tile"
-TAKEN_APART = "unstack"
+# They only show something, or return one number for all that `vmap` has made of one, in Equinox.
+SHOWS = frozenset({"debug_callback", "debug_print", "unvmap_all", "unvmap_any", "unvmap_max"})
 
 # --- kernels of JAX, by their names ---------------------------------------------------------------
 
@@ -235,7 +234,6 @@ PARAM_BATCH_GROUPS = "batch_group_count"
 PARAM_FEATURE_GROUPS = "feature_group_count"
 PARAM_PERMUTATION = "permutation"
 PARAM_RAGGED = "ragged_dot_dimension_numbers"
-PARAM_REPS = "reps"
 PARAM_SLICE_SIZES = "slice_sizes"
 # Jaxprs.
 PARAM_BODY_JAXPR = "body_jaxpr"
@@ -350,11 +348,6 @@ FRAMES_COMPILING = frozenset(
 FRAMES_CALLBACK = frozenset(
     {("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")}
 )
-
-# --- lowered programs: the names of MLIR's operations ---------------------------------------------
-
-# Operations that fill an array with what needs no memory itself.
-MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"})
 
 # --- serialised executables: what may be made of the pickle ---------------------------------------
 

@@ -17,7 +17,6 @@ class Dims:
         self._parent: list[int] = []
         self._parts: list[int] = []
         self._sizes: list[int] = []
-        self._is_one: list[bool] = []
 
     def new(self, shape: Iterable[int]) -> Nodes:
         nodes: list[int] = []
@@ -26,7 +25,6 @@ class Dims:
             self._parent.append(len(self._parent))
             self._parts.append(int(size))
             self._sizes.append(int(size))
-            self._is_one.append(size == 1)
         return tuple(nodes)
 
     def sizes(self, nodes: Nodes) -> tuple[int, ...]:
@@ -48,7 +46,7 @@ class Dims:
     def join(self, a: int, b: int) -> None:
         a, b = sorted((self.group(a), self.group(b)))
         # A dimension of size 1 is broadcast, not split: it is joined with others of size 1 alone.
-        are_ones = self._is_one[a] and self._is_one[b]
+        are_ones = self._sizes[a] == self._sizes[b] == 1
         if a != b and (are_ones or min(self._parts[a], self._parts[b]) > 1):
             self._parent[b] = a
             self._parts[a] = math.gcd(self._parts[a], self._parts[b])

@@ -10,8 +10,9 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from string import ascii_lowercase
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from .._compat import names, opened
 from .._products import flops_of_kernel, products_of_equation
 from .._programs import (
     KERNEL,
-    Looped,
     is_on_host,
     jaxprs_in,
     kernel_of,
@@ -254,6 +254,8 @@ class _Apply:
             rule(self)
         elif self.eqn.name not in names.SHOWS:
             self.unknown()
+        if self.eqn.name in names.SAME_NUMBERS and self._keeps_bytes():
+            self.outs[0].sum = self.ins[0].sum
         self.program.undivided += self.ends()
         return self.outs
 
@@ -279,33 +281,43 @@ class _Apply:
     def shape(self, i: int) -> tuple[int, ...]:
         return shape_of(self.in_avals[i])
 
+    def _keeps_bytes(self) -> bool:
+        return bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0])
+
     def sum_over(self, over: Iterable[int]) -> None:
         sums, out, size = self.program.sums, self.outs[0], bytes_of(self.out_avals[0])
         out.sum = Sum(self.place, size, out.nodes, tuple(over), len(sums), after=self.place)
         sums.append(out.sum)
 
-    def product(self, over: Nodes) -> None:
-        flops = 2.0 * products_of_equation(self.eqn.source)
-        a, b = self.in_avals[:2]
-        out = self.outs[0].nodes
-        operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
-        operands.append((bytes_of(self.out_avals[0]), out))
-        dtype = str(max(a.dtype, b.dtype, key=lambda x: x.itemsize))
-        dims = (*out, *over)
-        self.program.products.append(Product(self.place, flops, dims, over, dtype, tuple(operands)))
+    def product(self, flops: float, over: Nodes) -> None:
+        """A product of the first two operands, which sums over some dimensions."""
+        dtype = max((x.dtype for x in self.in_avals[:2]), key=lambda x: x.itemsize)
+        self._computes(flops, (*self.outs[0].nodes, *over), dtype, over)
         self.sum_over(over)
+
+    def _computes(self, flops: float, dims: Nodes, dtype: Any, over: Nodes = ()) -> None:
+        avals, values = (*self.in_avals, *self.out_avals), (*self.ins, *self.outs)
+        operands = tuple((bytes_of(a), x.nodes) for a, x in zip(avals, values, strict=True))
+        self.program.products.append(Product(self.place, flops, dims, over, str(dtype), operands))
 
     # --- each method below is the rule of some primitives ---
 
     def dot(self) -> None:
-        (left, right), (left_rows, right_rows) = self.param(names.PARAM_DIMENSION_NUMBERS)
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        self.dims.join_all(self.outs[0].nodes, self._factors(numbers))
+        over = tuple(self.ins[0].nodes[i] for i in numbers[0][0])
+        self.product(2.0 * products_of_equation(self.eqn.source), over)
+
+    def _factors(self, numbers: Any, grouped: Sequence[int] = ()) -> list[int]:
+        """Joins the dimensions that two factors share. Returns those of the result, in JAX's order:
+        rows of both, then the free dimensions of each factor.
+        """
+        (left, right), (left_rows, right_rows) = numbers
         a, b = (x.nodes for x in self.ins[:2])
-        for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
+        for i, j in zip((*left, *left_rows), (*right, *right_rows), strict=True):
             self.dims.join(a[i], b[j])
-        # The order of JAX's results: rows of both, then the free dimensions of each factor.
-        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows))]
-        self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
-        self.product(tuple(a[i] for i in left))
+        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows, *grouped))]
+        return [*(a[i] for i in left_rows), *free]
 
     def convolution(self) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
@@ -322,7 +334,7 @@ class _Apply:
         if not by_batch and not by_feature:
             self.dims.join(a[lhs[1]], b[rhs[1]])
         self.dims.join(b[rhs[0]], out_nodes[out[1]])
-        self.product((b[rhs[1]],))
+        self.product(2.0 * products_of_equation(self.eqn.source), (b[rhs[1]],))
 
     def kernel(self) -> None:
         """A call that `mylib.opaque` was told how to split."""
@@ -350,11 +362,9 @@ class _Apply:
                     whole.append(node)
         self._needs_whole(whole)
         avals = (*self.in_avals, *self.out_avals)
-        operands = tuple((bytes_of(a), x.nodes) for a, x in zip(avals, values, strict=True))
         floats = [x.dtype for x in avals if jnp.issubdtype(x.dtype, jnp.floating)]
-        dtype = str(max(floats, key=lambda x: x.itemsize, default="float32"))
-        dims = tuple(first.values())
-        self.program.products.append(Product(self.place, flops, dims, (), dtype, operands))
+        dtype = max(floats, key=lambda x: x.itemsize, default="float32")
+        self._computes(flops, tuple(first.values()), dtype)
 
     def attended(self) -> None:
         """Attention of cuDNN, whose rows and heads are independent."""
@@ -391,34 +401,27 @@ class _Apply:
     def ragged(self) -> None:
         """A product of each expert's rows, which are whole, as their number depends on data."""
         numbers = self.param(names.PARAM_RAGGED)
-        (left, right), (left_rows, right_rows) = numbers.dot_dimension_numbers
+        (left, right), (_, right_rows) = numbers.dot_dimension_numbers
         ragged, grouped = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
         a, b, out = (x.nodes for x in (*self.ins[:2], self.outs[0]))
-        for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
-            self.dims.join(a[i], b[j])
-        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows, *grouped))]
         is_weights = not grouped  # the gradient of the experts' weights has a dimension for them
-        self.dims.join_all(out[is_weights:], [*(a[i] for i in left_rows), *free])
+        made = self._factors(numbers.dot_dimension_numbers, grouped)
+        self.dims.join_all(out[is_weights:], made)
         self._needs_whole([*(a[i] for i in ragged), *(b[i] for i in grouped), *out[:is_weights]])
+        free = _without(self.shape(1), (*right, *right_rows, *grouped))
         over = tuple(a[i] for i in left if i not in ragged)
-        rows = math.prod(self.shape(0)) * math.prod(
-            n for i, n in enumerate(self.shape(1)) if i not in (*right, *right_rows, *grouped)
-        )
-        operands = [(bytes_of(x), v.nodes) for x, v in zip(self.in_avals, self.ins, strict=True)]
-        operands.append((bytes_of(self.out_avals[0]), out))
-        dtype, dims = str(self.in_avals[0].dtype), (*out, *over)
-        product = Product(self.place, 2.0 * rows, dims, over, dtype, tuple(operands))
-        self.program.products.append(product)
-        self.sum_over(over)
+        self.product(2.0 * math.prod((*self.shape(0), *free)), over)
 
-    def scan(self) -> None:
-        loop = self._loop()
+    def loop(self) -> None:
+        """A scan, or a `while_loop`: how often that runs depends on data, so it counts once."""
+        loop = loop_of(self.eqn.source, self.ins)
+        assert loop is not None, self.eqn.name
         before, carry, xs = loop.constants, loop.carry, loop.slices
         body, start, carried = opened(loop.body), len(before), len(carry)
         inside = [self.reader.fresh(var.aval) for var in body.invars[start : start + carried]]
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
-        # Turns follow each other, so their dimension can't be split to any use.
+        # Iterations follow each other, so their dimension can't be split to any use.
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
         operands = [_Operand(x.nodes, origin=x.origin) for x in before]
         operands += [
@@ -426,40 +429,26 @@ class _Apply:
             for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
         ]
         operands += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
-        turns = self._turns(self.param(names.PARAM_LENGTH))
         # A loop over micro-batches is outside of layers, and iterates over no weights.
         top = self.top and all(x.origin is None for x in xs)
-        results = self.reader.through(body, operands, turns, top)
+        results = self.reader.through(body, operands, self._iterations(), top)
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
-            # Each turn only adds to it: XLA all-reduces it once, after the loop.
+            # Each iteration only adds to it: XLA all-reduces it once, after the loop.
             if value.carried == i and value.sum is not None:
                 out.sum, value.sum.root.after = value.sum, self.place
         for out, value in zip(self.outs[carried:], results[carried:], strict=True):
             self.dims.join_all(out.nodes[1:], value.nodes)
 
-    def _loop(self) -> Looped:
-        loop = loop_of(self.eqn.source, self.ins)
-        assert loop is not None, self.eqn.name
-        return loop
-
-    def _turns(self, count: int) -> Place:
-        """The body of a loop here, with as many iterations."""
-        places = self.program.places
+    def _iterations(self) -> Place:
+        """The body of a loop here."""
+        places, is_scan = self.program.places, self.eqn.name == names.SCAN
+        count = self.param(names.PARAM_LENGTH) if is_scan else 1
+        if not is_scan:
+            self.program.counted_once.append(_line(self.eqn))
         places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]
-
-    def loop(self) -> None:
-        loop = self._loop()
-        body, operands = opened(loop.body), [*loop.constants, *loop.carry]
-        inside = [_Operand(x.nodes, origin=x.origin) for x in operands]
-        # How often it runs depends on data.
-        results = self.reader.through(body, inside, self._turns(1))
-        for out, value, x in zip(self.outs, results, loop.carry, strict=True):
-            self.dims.join_all(out.nodes, value.nodes)
-            self.dims.join_all(out.nodes, x.nodes)
-        self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
         """A checkpoint, or the branches of a condition, all of which are counted."""
@@ -474,9 +463,6 @@ class _Apply:
                 if len(called) == 1:
                     out.sum, out.carried = value.sum, value.carried
 
-    def told(self) -> None:
-        """Whether any of some numbers is true: a number without dimensions."""
-
     def by_matrix(self) -> None:
         """The updates of `by_matrix`, whose price is that of its layout on each mesh."""
         if not is_of_plan(self.eqn):
@@ -488,19 +474,11 @@ class _Apply:
 
     def transposed(self) -> None:
         order = self.param(names.PARAM_PERMUTATION)
-        self._passed([self.ins[0].nodes[i] for i in order])
-
-    def squeezed(self) -> None:
-        self._passed(_without(self.ins[0].nodes, self.param(names.PARAM_DIMENSIONS)))
+        self.dims.join_all(self.outs[0].nodes, [self.ins[0].nodes[i] for i in order])
 
     def reshaped(self) -> None:
         xs, ys = self.ins[0].nodes, self.outs[0].nodes
         self.dims.join_reshaped(self.shape(0), shape_of(self.out_avals[0]), xs, ys)
-        self.outs[0].sum = self.ins[0].sum
-
-    def _passed(self, nodes: Sequence[int]) -> None:
-        self.dims.join_all(self.outs[0].nodes, nodes)
-        self.outs[0].sum = self.ins[0].sum
 
     def broadcast(self) -> None:
         out_shape = shape_of(self.out_avals[0])
@@ -508,61 +486,39 @@ class _Apply:
             # A dimension of size 1 that is repeated has no parts.
             if self.shape(0)[i] == out_shape[j]:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
-        if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
-            self.outs[0].sum = self.ins[0].sum
-
-    def tiled(self) -> None:
-        for i, times in enumerate(self.param(names.PARAM_REPS)):
-            if times == 1:
-                self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[i])
-
-    def stacked(self) -> None:
-        others = _without(self.outs[0].nodes, [self.param(names.PARAM_AXIS)])
-        for x in self.ins:
-            self.dims.join_all(x.nodes, others)
-
-    def taken_apart(self) -> None:
-        axis, nodes = self.param(names.PARAM_AXIS), self.ins[0].nodes
-        for out in self.outs:
-            self.dims.join_all(out.nodes, _without(nodes, [axis]))
-        self._needs_whole([nodes[axis]])
 
     def reduced(self) -> None:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
-        for out in self.outs:
-            self.dims.join_all(out.nodes, _without(nodes, axes))
-        # Over dimensions of size 1 nothing is reduced.
-        if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
-            self.outs[0].sum = self.ins[0].sum
-        else:
-            self.sum_over(nodes[i] for i in axes)
-        # A maximum takes a collective of the same size, but no part of a later sum.
-        if self.eqn.name != names.REDUCE_SUM:
-            self.outs[0].sum = None
-
-    def over_vmapped(self) -> None:
-        axes = self.param(names.PARAM_AXES)
-        if not all(isinstance(axis, int) for axis in axes):
+        # Otherwise it is a collective.
+        if not all(isinstance(axis, Integral) for axis in axes):
             self.unknown()
             return
         for x, out in zip(self.ins, self.outs, strict=True):
             self.dims.join_all(out.nodes, _without(x.nodes, axes))
-        self.sum_over(self.ins[0].nodes[i] for i in axes)
+        # Over dimensions of size 1 nothing is reduced.
+        if not self._keeps_bytes():
+            self.sum_over(nodes[i] for i in axes)
+        # A maximum takes a collective of the same size, but no part of a later sum.
+        if self.eqn.name not in names.SUMS:
+            self.outs[0].sum = None
 
-    def along_one(self) -> None:
-        params = self.eqn.params
-        axis = params.get(names.PARAM_AXIS, params.get(names.PARAM_DIMENSION))
-        for x, out in itertools.product(self.ins, self.outs):
-            self.dims.join_all(_without(x.nodes, [axis]), _without(out.nodes, [axis]))
-        self._needs_whole([self.ins[0].nodes[axis]])
+    def along(self) -> None:
+        """It runs along some dimensions, which one side may lack. The others stay as they are."""
+        params = (names.PARAM_AXIS, names.PARAM_DIMENSION, names.PARAM_DIMENSIONS)
+        along = next(self.param(name) for name in params if name in self.eqn.params)
+        axes = along if isinstance(along, tuple) else (along,)
+        sides = [x.nodes for x in self.ins], [x.nodes for x in self.outs]
+        rank = max(map(len, itertools.chain(*sides)))
+        kept = [[_without(x, axes) if len(x) == rank else x for x in side] for side in sides]
+        for x, out in itertools.product(*kept):
+            self.dims.join_all(x, out)
+        first, shape = self.ins[0].nodes, self.shape(0)
+        self._needs_whole(first[i] for i in axes if len(first) == rank and shape[i] > 1)
 
     def numbered(self) -> Nodes:
         dim = self.eqn.params.get(names.PARAM_DIMENSION)
         nodes = self.outs[0].nodes
         return nodes if dim is None else nodes[dim : dim + 1]
-
-    def last(self) -> Nodes:
-        return self.ins[0].nodes[-1:]
 
     def windowed(self) -> list[int]:
         window = self.param(names.PARAM_WINDOW)
@@ -578,27 +534,17 @@ class _Apply:
 
     def cut(self) -> None:
         whole: list[int] = []
-        for a, b, before, after in self._dimensions():
-            if before == after:
-                self.dims.join(a, b)
-            elif before > 1:
-                whole.append(a)
+        operands = zip(self.ins, self.in_avals, strict=True)
+        results = zip(self.outs, self.out_avals, strict=True)
+        for (x, aval), (out, out_aval) in itertools.product(operands, results):
+            # A scalar operand, such as the start of a slice, has no dimensions.
+            dims = zip(x.nodes, out.nodes, shape_of(aval), shape_of(out_aval), strict=False)
+            for a, b, before, after in dims:
+                if before == after:
+                    self.dims.join(a, b)
+                elif before > 1:
+                    whole.append(a)
         self._needs_whole(whole)
-
-    def turned(self) -> None:
-        """A reversed dimension keeps its size, but each element goes to another part."""
-        dims, nodes = self.param(names.PARAM_DIMENSIONS), self.ins[0].nodes
-        self.dims.join_all(_without(nodes, dims), _without(self.outs[0].nodes, dims))
-        self._needs_whole([nodes[i] for i in dims if self.shape(0)[i] > 1])
-
-    def _dimensions(self) -> Iterator[tuple[int, int, int, int]]:
-        """Each dimension of each operand with that of each result at the same place: both nodes,
-        and both sizes. A scalar operand, such as the start of a slice, has none.
-        """
-        for x, aval in zip(self.ins, self.in_avals, strict=True):
-            for out, out_aval in zip(self.outs, self.out_avals, strict=True):
-                shapes = shape_of(aval), shape_of(out_aval)
-                yield from zip(x.nodes, out.nodes, *shapes, strict=False)
 
     def _needs_whole(self, nodes: Iterable[int]) -> None:
         over = tuple(nodes)
@@ -608,50 +554,53 @@ class _Apply:
 
     def gathered(self) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
-        sizes, (table, indices) = self.param(names.PARAM_SLICE_SIZES), self.ins[:2]
-        out = self.outs[0].nodes
-        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        left = _without(range(len(table.nodes)), gone)
-        cut: list[int] = []
-        looked_up = [table.nodes[i] for i in numbers.collapsed_slice_dims]
-        for o, i in zip(numbers.offset_dims, left, strict=True):
-            if sizes[i] == self.shape(0)[i]:
-                self.dims.join(out[o], table.nodes[i])
-            else:
-                # A slice of several places may reach over the border of a part.
-                (looked_up if sizes[i] == 1 else cut).append(table.nodes[i])
-        # The last dimension of the indices has the coordinates of each.
-        self.dims.join_all(_without(out, numbers.offset_dims), indices.nodes[:-1])
-        self._join_batches(table, indices, numbers.start_indices_batching_dims)
+        sizes, gone = self.param(names.PARAM_SLICE_SIZES), numbers.collapsed_slice_dims
+        of_indices = numbers.start_indices_batching_dims
+        out = self.outs[0], shape_of(self.out_avals[0])
+        _, parts = self._slices(*out, numbers.offset_dims, gone, of_indices)
+        table = self.ins[0].nodes
+        # A slice of several places may reach over the border of a part.
+        looked_up = [table[i] for i in (*gone, *(i for i in parts if sizes[i] == 1))]
         # Each device looks up the rows that it has, and the results are summed.
         self.sum_over(looked_up)
         self.outs[0].sum = None
-        self._needs_whole(cut)
-
-    def _join_batches(self, table: _Operand, indices: _Operand, of_indices: Sequence[int]) -> None:
-        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
-        for i, j in zip(numbers.operand_batching_dims, of_indices, strict=True):
-            self.dims.join(table.nodes[i], indices.nodes[j])
+        self._needs_whole(table[i] for i in parts if sizes[i] != 1)
 
     def scattered(self) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
-        table, indices, updates = self.ins[:3]
-        self.dims.join_all(self.outs[0].nodes, table.nodes)
-        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        left = _without(range(len(table.nodes)), gone)
-        for u, i in zip(numbers.update_window_dims, left, strict=True):
-            if self.shape(2)[u] == self.shape(0)[i]:
-                self.dims.join(updates.nodes[u], table.nodes[i])
-        rows = _without(updates.nodes, numbers.update_window_dims)
-        self.dims.join_all(rows, indices.nodes[:-1])
-        self._join_batches(table, indices, numbers.scatter_indices_batching_dims)
+        self.dims.join_all(self.outs[0].nodes, self.ins[0].nodes)
+        window, gone = numbers.update_window_dims, numbers.inserted_window_dims
+        of_indices = numbers.scatter_indices_batching_dims
+        rows, _ = self._slices(self.ins[2], self.shape(2), window, gone, of_indices)
         # Each device adds the rows that it has to a table of its own.
         self.sum_over(rows)
 
-    def made_of_keys(self) -> None:
-        for a, b, before, after in self._dimensions():
-            if before == after:
-                self.dims.join(a, b)
+    def _slices(
+        self,
+        slices: _Operand,
+        shape: Sequence[int],
+        window: Sequence[int],
+        gone: Sequence[int],
+        of_indices: Sequence[int],
+    ) -> tuple[list[int], list[int]]:
+        """Joins the dimensions of a table, of indices, and of slices of the table there, whose
+        dimensions `window` are the table's without those that are `gone`. Returns the slices' rows,
+        and the table's dimensions of which a slice has a part.
+        """
+        table, indices = (x.nodes for x in self.ins[:2])
+        of_table = self.param(names.PARAM_DIMENSION_NUMBERS).operand_batching_dims
+        parts: list[int] = []
+        for u, i in zip(window, _without(range(len(table)), (*gone, *of_table)), strict=True):
+            if shape[u] == self.shape(0)[i]:
+                self.dims.join(slices.nodes[u], table[i])
+            else:
+                parts.append(i)
+        rows = _without(slices.nodes, window)
+        # The last dimension of the indices has the coordinates of each.
+        self.dims.join_all(rows, indices[:-1])
+        for i, j in zip(of_table, of_indices, strict=True):
+            self.dims.join(table[i], indices[j])
+        return rows, parts
 
     def barrier(self) -> None:
         for x, out in zip(self.ins, self.outs, strict=True):
@@ -686,7 +635,6 @@ class _Apply:
 
     def constrained(self) -> None:
         x = self.ins[0]
-        self.outs[0].sum = x.sum
         if not is_of_plan(self.eqn):
             self.program.placed.append(self.param(names.PARAM_SHARDING))
         if is_kept(self.eqn):
@@ -705,16 +653,11 @@ class _Apply:
             self.outs[0].sum = sum_
 
     def named(self) -> None:
-        self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
         self.program.origins[name] = self.ins[0].origin
         self.program.named[name] = Event(self.place, bytes_of(self.in_avals[0]), self.ins[0].nodes)
 
-    def copied(self) -> None:
-        self.outs[0].sum = self.ins[0].sum
-
     def put(self) -> None:
-        self.copied()
         aval, out = self.in_avals[0], self.out_avals[0]
         if is_on_host(aval) != is_on_host(out):
             event = Event(self.place, bytes_of(aval), self.ins[0].nodes)
@@ -733,12 +676,9 @@ _Rule = Callable[[_Apply], None]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(names.BY_ELEMENT, _Apply.by_element),
     **dict.fromkeys(names.REDUCTIONS, _Apply.reduced),
-    **dict.fromkeys(names.ALONG_ONE, _Apply.along_one),
-    **dict.fromkeys(names.CUTS, _Apply.cut),
+    **dict.fromkeys(names.ALONG, _Apply.along),
+    **dict.fromkeys(names.CUTS | names.MADE, _Apply.cut),
     **dict.fromkeys(names.SCATTERS, _Apply.scattered),
-    **dict.fromkeys(names.MADE, _Apply.made_of_keys),
-    **dict.fromkeys(names.OVER_VMAPPED, _Apply.over_vmapped),
-    **dict.fromkeys(names.UNVMAPPED, _Apply.told),
     names.BARRIER: _Apply.barrier,
     names.BROADCAST: _Apply.broadcast,
     names.COND: _Apply.call,
@@ -750,15 +690,10 @@ _RULES: dict[str, _Rule] = {
     names.RAGGED_DOT: _Apply.ragged,
     names.DOT: _Apply.dot,
     names.GATHER: _Apply.gathered,
-    names.JOINED: _Apply.stacked,
     names.REMAT: _Apply.call,
-    names.REVERSED: _Apply.turned,
     names.RESHAPE: _Apply.reshaped,
-    names.SCAN: _Apply.scan,
+    names.SCAN: _Apply.loop,
     names.SHARD_MAP: _Apply.by_matrix,
-    names.SQUEEZE: _Apply.squeezed,
-    names.TAKEN_APART: _Apply.taken_apart,
-    names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
     names.WHILE: _Apply.loop,
 }
@@ -769,7 +704,6 @@ _PLACES: dict[str, Callable[[_Apply], Sequence[int]]] = {
     **dict.fromkeys(names.SCATTERS, _Apply.written),
     **dict.fromkeys(names.WINDOWS, _Apply.windowed),
     names.PAD: _Apply.padded,
-    names.TOP_K: _Apply.last,
 }
 # What else some of the operations by element tell.
 _SPECIAL: dict[str, _Rule] = {
@@ -778,7 +712,6 @@ _SPECIAL: dict[str, _Rule] = {
     names.CONSTRAINT: _Apply.constrained,
     names.CONVERT: _Apply.converted,
     names.DEVICE_PUT: _Apply.put,
-    **dict.fromkeys(names.SAME, _Apply.copied),
 }
 
 

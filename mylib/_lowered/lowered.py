@@ -90,7 +90,7 @@ class Lowered:
             original = raised_in_compiler(all_words(error))
             if original is not None:
                 raise original from None
-            readable = out_of_memory(error, self._origin.arguments, self.lowered)
+            readable = out_of_memory(error, self._origin.arguments, self._origin.traced)
             if readable is not None:
                 raise readable from error
             note = about_kernels(error)

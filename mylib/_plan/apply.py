@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any
@@ -74,6 +74,10 @@ def unambiguous(pairs: Iterable[tuple[str, Spec]]) -> dict[str, Spec]:
     return {path: only for path, (only, *others) in specs.items() if not others}
 
 
+# The reason for where `kept=` has an array.
+FIXED = "fixed by kept="
+
+
 @dataclass(frozen=True)
 class Applying:
     """What is needed to run a step under a plan.
@@ -83,7 +87,6 @@ class Applying:
     - `arguments`, `results`: where arrays are, by path; for each argument by its name.
     - `used`: where the weights of each model are used, by the model's path.
     - `reasons`: why each array of each argument is where it is.
-    - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
     - `micro_batches`: into how many the step cuts its batch.
     - `by_matrix`: the paths of the states of `by_matrix`, which are created for the mesh.
@@ -96,7 +99,6 @@ class Applying:
     results: Mapping[str, Spec]
     used: Mapping[str, Mapping[str, Spec]]
     reasons: Mapping[str, Mapping[str, str]]
-    fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
     by_matrix: tuple[str, ...]
     layered: Mapping[str, tuple[int, ...]]
@@ -126,8 +128,7 @@ class Applying:
     def fixed_in(self, model: str) -> list[str]:
         """The paths of a model's weights that `kept=` fixes."""
         name, rest = self._named(model)
-        fixed = self.fixed.get(name, ())
-        return [path for path in self.used[model] if rest + path in fixed]
+        return [x for x in self.used[model] if self.reasons[name][rest + x] == FIXED]
 
     def called(self, model: str) -> str:
         return "".join(self._named(model))

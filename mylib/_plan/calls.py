@@ -39,18 +39,17 @@ class CalledModule:
     module: eqx.Module
     shapes: dict[str, tuple[int, ...]]
 
+    def is_like(self, module: Any) -> bool:
+        """Whether this may be the module that is called. Static fields and dtypes may change before
+        it is.
+        """
+        return type(self.module) is type(module) and self.shapes == _shapes(module)
+
 
 def argument_of(path: str) -> tuple[int, str]:
     """For a path of the tuple of arguments: the number of the argument, and the path in it."""
     number, _, rest = path[1:].partition("]")
     return int(number), rest
-
-
-def _kind_of(module: Any) -> tuple[Any, ...]:
-    """Its class, and the paths and shapes of its arrays: what a call can be recognised by. Static
-    fields and dtypes may change before it.
-    """
-    return type(module), tuple(_shapes(module).items())
 
 
 def _shapes(module: Any) -> dict[str, tuple[int, ...]]:
@@ -93,9 +92,13 @@ class Calls:
     seen: list[tuple[str, list[CalledModule]]] = field(default_factory=list)
 
     def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
-        candidates = [role for role in self.roles if _kind_of(role.module) == _kind_of(module)]
+        candidates = [role for role in self.roles if role.is_like(module)]
         if not candidates:
-            raise NotServedError(_other_shapes(module, self.roles))
+            raise NotServedError(
+                f"the step calls a {type(module).__qualname__} whose arrays don't have the shapes "
+                "of one in its arguments, such as a member of an ensemble under "
+                "equinox.filter_vmap"
+            )
         number = len(self.seen)
         mark = f"{_MARK}.{number}"
         self.seen.append((mark, candidates))
@@ -207,25 +210,6 @@ def _most_likely(
     # If none is known to be an argument's, it is the first: `roles_in` has those deep in an
     # argument, as moments are, last.
     return max(roles, key=lambda role: sum(role.path + path in marked for path in role.shapes))
-
-
-def _other_shapes(module: Any, roles: Sequence[CalledModule]) -> str:
-    name = type(module).__qualname__
-    role = next((role for role in roles if type(role.module) is type(module)), None)
-    if role is None:
-        return f"the step calls a {name} that is not in its arguments"
-    shapes = _shapes(module)
-    differing = [
-        f"{path or 'it'} is {shapes.get(path)}, and {shape} in the arguments"
-        for path, shape in role.shapes.items()
-        if shapes.get(path) != shape
-    ]
-    return (
-        f"the step calls a {name} that is not one of its arguments ({differing[0]}), such as a "
-        "member of an ensemble under equinox.filter_vmap"
-        if differing
-        else f"the step calls a {name} with more arrays than that in its arguments has"
-    )
 
 
 _lock = threading.Lock()

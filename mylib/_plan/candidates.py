@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,7 @@ from .._placement import trimmed
 from .._text import show_bytes
 from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
-from .apply import Applying, Planned, PlannedFunction
+from .apply import FIXED, Applying, Planned, PlannedFunction
 from .calls import argument_of
 from .fixes import FixedParts
 from .layers import layers_in
@@ -26,7 +26,6 @@ from .price import Price, Prices
 from .replaced import Replaced
 from .result import TIES, Candidate
 from .strategy import (
-    Impossible,
     Strategy,
     fix_of,
     mesh_of,
@@ -53,59 +52,33 @@ class LiveCandidate:
     """A candidate while the plan is made: with its trace and its program, which would keep much
     memory alive, and can't be saved. `figures` are what the plan keeps of it.
 
-    `rows` is their number if they can't be divided over the mesh, `report` and `estimated` are
-    those of the compiled program, `call` calls it if the machine is available, and `measured` are
-    the seconds that a call took. `unread` says what the audit doesn't know of the compiled program,
-    so that its figures are unknown.
+    `price` is None if the step can't use its mesh. `report` is that of the compiled program, and
+    `call` runs it, if the machine is available, and returns the seconds that it took.
     """
 
-    name: str
-    strategy: Strategy | None = None
-    traced: TracedStep | None = None
+    strategy: Strategy
+    traced: TracedStep
+    figures: Candidate
     price: Price | None = None
-    why: str = ""
-    rows: int | None = None
-    unread: str = ""
     report: Report | None = None
-    estimated: tuple[float, tuple[float, float]] | None = None
-    call: Callable[..., Any] | None = None
-    measured: float | None = None
+    call: Callable[[], float] | None = None
 
     @property
-    def source(self) -> str:
-        """Where its seconds are from."""
-        compiled = "modelled" if self.report is None else "compiled"
-        return compiled if self.measured is None else "measured"
+    def name(self) -> str:
+        return self.figures.name
 
     @property
     def seconds(self) -> float:
-        if self.measured is not None:
-            return self.measured
-        if self.estimated is not None:
-            return self.estimated[0]
-        return math.inf if self.price is None else self.price.seconds
+        """Of a program whose figures are unknown those that are modelled."""
+        known = (x for x in (self.figures.seconds, self.figures.modelled) if x is not None)
+        return next(known, math.inf)
 
     @property
     def memory(self) -> float:
-        if self.report is not None and self.report.memory is not None:
-            return self.report.memory.peak
-        return math.inf if self.price is None else self.price.memory
+        return math.inf if self.figures.memory is None else self.figures.memory
 
-    def figures(self) -> Candidate:
-        price = self.price
-        interval = None if price is None else price.interval
-        return Candidate(
-            name=self.name,
-            seconds=None if math.isinf(self.seconds) or self.unread else self.seconds,
-            interval=None if self.unread else self.estimated[1] if self.estimated else interval,
-            memory=None if math.isinf(self.memory) or self.unread else int(self.memory),
-            compiled=self.report is not None or bool(self.unread),
-            measured=self.measured,
-            modelled=None if price is None else price.seconds,
-            parts={} if price is None else dict(price.parts),
-            why=self.why,
-            unread=self.unread,
-        )
+    def note(self, **figures: Any) -> None:
+        self.figures = replace(self.figures, **figures)
 
 
 def priced(
@@ -117,22 +90,26 @@ def priced(
     send_dtypes: Sequence[str] = (),
 ) -> list[LiveCandidate]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
-    `why`.
+    `figures.why`.
     """
     prices = Prices(traced, machine)
     cheapest: dict[str, LiveCandidate] = {}
     for strategy in strategies(traced, machine, axes, fixed, send_dtypes):
-        if isinstance(strategy, Impossible):
-            cheapest[strategy.name] = LiveCandidate(
-                strategy.name, why=strategy.why, rows=strategy.rows
+        figures = Candidate(strategy.name, None, None, None, False, {}, why=strategy.why)
+        tried = LiveCandidate(strategy, traced, figures)
+        if not strategy.why:
+            tried.price = price = prices.price(strategy)
+            why = too_much(price.memory, room, "by the model of its price")
+            tried.note(
+                seconds=price.seconds,
+                modelled=price.seconds,
+                interval=price.interval,
+                memory=price.memory,
+                parts=dict(price.parts),
+                why=why if price.memory > room * _SURELY else "",
             )
-            continue
-        price = prices.price(strategy)
-        tried = LiveCandidate(strategy.name, strategy, traced, price)
-        if price.memory > room * _SURELY:
-            tried.why = too_much(price.memory, room, "by the model of its price")
         best = cheapest.setdefault(strategy.name, tried)
-        if (bool(tried.why), price.seconds) < (bool(best.why), best.seconds):
+        if (bool(tried.figures.why), tried.seconds) < (bool(best.figures.why), best.seconds):
             cheapest[strategy.name] = tried
     return list(cheapest.values())
 
@@ -148,7 +125,7 @@ def ordered(tried: Sequence[LiveCandidate]) -> list[LiveCandidate]:
     best = min(tried, key=lambda x: x.seconds, default=None)
 
     def key(x: LiveCandidate) -> tuple[Any, ...]:
-        assert x.strategy is not None and best is not None
+        assert best is not None
         if not is_tie(x, best):
             return 1, x.seconds, x.name
         simple = len(x.strategy.axes), x.strategy.is_sharded, x.strategy.sent is not None
@@ -158,14 +135,13 @@ def ordered(tried: Sequence[LiveCandidate]) -> list[LiveCandidate]:
 
 
 def is_tie(x: LiveCandidate, best: LiveCandidate) -> bool:
-    return x.seconds <= best.seconds * (1 + TIES[best.source])
+    return x.seconds <= best.seconds * (1 + TIES[best.figures.source])
 
 
 def to_compile(tried: Sequence[LiveCandidate], count: int) -> list[LiveCandidate]:
     """The best, those with other meshes and policies first."""
     by_kind: dict[Any, LiveCandidate] = {}
     for x in tried:
-        assert x.strategy is not None
         strategy = x.strategy
         kind = strategy.axes, strategy.is_sharded, strategy.policy
         by_kind.setdefault((*kind, strategy.micro_batches, strategy.sent), x)
@@ -178,47 +154,47 @@ def compiled(
     """Compiles a candidate for the machine, which judges it. `rated` is the machine with all
     figures.
     """
-    assert tried.traced is not None and tried.strategy is not None
     step = tried.traced.step
     mesh = mesh_of(machine, tried.strategy.sizes)
     applied = applying(tried, dtype)
     fun = PlannedFunction(step.fun, applied, mesh)
+    args = laid_out(step.args, applied.of_matrices.spec_at, mesh)
     try:
-        program = fun.lower(*laid_out(step.args, applied.of_matrices.spec_at, mesh)).compile()
+        program = fun.lower(*args).compile()
     except OutOfMemoryError as error:
-        tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
+        tried.note(why=too_much(error.fit.needed, error.fit.available, "by its compiler"))
         return
     try:
         report = program.audit(mesh=mesh)
         estimate = report.estimate(rated)
     except AuditError as error:
-        tried.unread = str(error)
+        unknown = dict.fromkeys(("seconds", "interval", "memory"))
+        tried.note(**unknown, compiled=True, unread=str(error))
         return
-    tried.report, tried.estimated = report, (estimate.seconds, estimate.interval)
-    if machine.is_here:
-        tried.call = program
+    tried.report = report
+    tried.note(compiled=True, seconds=estimate.seconds, interval=estimate.interval)
+    if report.memory is not None:
+        tried.note(memory=report.memory.peak)
     if tried.memory > room * (1 - RESERVE):
-        tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
+        why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
+        tried.note(why=why)
+    if machine.is_here:
+        tried.call = _called_with_zeros(program, args, applied, mesh)
 
 
-class Trial:
-    """Calls of a compiled candidate on the machine, with zeros."""
+def _called_with_zeros(program: Any, args: Any, applied: Applying, mesh: Any) -> Any:
+    """A function that calls a compiled candidate, and returns the seconds that it took."""
+    places = tuple(Planned(applied.arguments[name], name, depth=1) for name in applied.names)
+    zeros = filter_jit(lambda: jax.tree.map(_zeros, args), out_shardings=places, mesh=mesh)
 
-    def __init__(self, tried: LiveCandidate, machine: Machine, dtype: Any):
-        assert tried.traced is not None and tried.strategy is not None and tried.call is not None
-        step, applied = tried.traced.step, applying(tried, dtype)
-        mesh = mesh_of(machine, tried.strategy.sizes)
-        places = tuple(Planned(applied.arguments[name], name, depth=1) for name in step.names)
-        args = laid_out(step.args, applied.of_matrices.spec_at, mesh)
-        self.zeros = filter_jit(lambda: jax.tree.map(_zeros, args), out_shardings=places, mesh=mesh)
-        self.step = tried.call
-
-    def __call__(self) -> float:
-        """The seconds of a call. Arguments are made anew, as it donates them."""
-        args = jax.block_until_ready(self.zeros())
+    def call() -> float:
+        # Arguments are made anew, as the step donates them.
+        made = jax.block_until_ready(zeros())
         start = time.perf_counter()
-        jax.block_until_ready(eqx.filter(self.step(*args), eqx.is_array))
+        jax.block_until_ready(eqx.filter(program(*made), eqx.is_array))
         return time.perf_counter() - start
+
+    return call
 
 
 def _zeros(x: Any) -> Any:
@@ -232,9 +208,8 @@ def _zeros(x: Any) -> Any:
 def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     """How a candidate is applied to its step."""
     traced, strategy = tried.traced, tried.strategy
-    assert traced is not None and strategy is not None
     step, replaced = traced.step, Replaced(traced)
-    arguments, reasons, fixed = _arguments(traced, strategy)
+    arguments, reasons = _arguments(traced, strategy)
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
         if leaf.path in traced.in_models:
@@ -255,7 +230,6 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
         results=results,
         used=used,
         reasons=reasons,
-        fixed=fixed,
         order=tuple(role.path for role in traced.called),
         by_matrix=tuple(states),
         layered={
@@ -271,22 +245,18 @@ def applying(tried: LiveCandidate, dtype: Any) -> Applying:
     )
 
 
-def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any, Any]:
-    """Where the arrays of each argument are, and why, and the paths of what `kept=` fixes."""
+def _arguments(traced: TracedStep, strategy: Strategy) -> tuple[Any, Any]:
+    """Where the arrays of each argument are, and why."""
     names = traced.step.names
     specs: dict[str, dict[str, Any]] = {name: {} for name in names}
     reasons: dict[str, dict[str, str]] = {name: {} for name in names}
-    fixed: dict[str, list[str]] = {}
     for leaf in traced.leaves:
         number, path = argument_of(leaf.path)
         name = names[number]
         specs[name][path] = spec = spec_of(leaf, strategy, traced)
-        if fix_of(leaf, strategy, traced) is not None:
-            fixed.setdefault(name, []).append(path)
-            reasons[name][path] = "fixed by kept="
-        else:
-            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
-    return specs, reasons, fixed
+        is_fixed = fix_of(leaf, strategy, traced) is not None
+        reasons[name][path] = FIXED if is_fixed else reason_of(leaf, spec, strategy, traced)
+    return specs, reasons
 
 
 _OWNED = "by_matrix keeps it with the owners of the matrices"

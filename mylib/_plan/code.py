@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._text import show_spec
+from .._tree import Pattern, joined, parts_in
 from .apply import Applying
 from .fixes import MODEL, Spec
 from .trace import POLICIES, role_of
@@ -149,16 +150,13 @@ def _patterns(
     others = {
         pattern_of[path]: spec
         for path, spec in specs.items()
-        if any(spec != fixed and _ends(path, pattern) for pattern, fixed in by_pattern.items())
+        if any(
+            spec != fixed and Pattern(pattern).ends(joined(parts_in(path)))
+            for pattern, fixed in by_pattern.items()
+        )
     }
     ordered = sorted({**by_pattern, **others}.items(), key=lambda x: (-x[0].count("."), x[0]))
     return ordered, bool(others)
-
-
-def _ends(path: str, pattern: str) -> bool:
-    parts = pattern.split(".")
-    ends = _pattern(path).split(".")[-len(parts) :]
-    return len(ends) == len(parts) and all(a in ("*", b) for a, b in zip(parts, ends, strict=True))
 
 
 def _pattern(path: str) -> str:

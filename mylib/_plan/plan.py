@@ -18,7 +18,6 @@ from ..machines import Machine, here
 from .candidates import (
     RESERVE,
     LiveCandidate,
-    Trial,
     applying,
     compiled,
     is_tie,
@@ -263,19 +262,19 @@ class _Search:
         """The candidates that fit, the best first, and those that don't, the smallest first."""
         for x in tried if not self.count else ():
             # Without a compiler the price decides what fits.
-            if not x.why and x.memory > self.room * (1 - RESERVE):
-                x.why = too_much(x.memory, self.room, "by the model of its price")
-        possible = ordered([x for x in tried if not x.why])
+            if not x.figures.why and x.memory > self.room * (1 - RESERVE):
+                x.note(why=too_much(x.memory, self.room, "by the model of its price"))
+        possible = ordered([x for x in tried if not x.figures.why])
         self.compile(possible, line)
-        fitting = ordered([x for x in possible if not x.why and x.report is not None])
+        fitting = ordered([x for x in possible if x.report is not None and not x.figures.why])
         self.measure(fitting[:measure], line)
         # Its compiler has accepted it, but what it takes is unknown.
-        unread = [x for x in possible if x.unread]
-        self.left = [x for x in possible if not (x.why or x.report or x.unread)]
+        unread = [x for x in possible if x.figures.unread]
+        self.left = [x for x in possible if not (x.figures.why or x.figures.compiled)]
         ranked = [*ordered(fitting[:measure]), *fitting[measure:], *unread]
         if ranked or not self.count or self.is_interrupted:
             ranked += self.left
-        rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
+        rejected = sorted((x for x in tried if x.figures.why), key=lambda x: (x.memory, x.name))
         return ranked, rejected
 
     def compile(self, possible: Sequence[LiveCandidate], line: "_Line") -> None:
@@ -298,22 +297,23 @@ class _Search:
                 self.is_interrupted = True
                 return
             longest = max(longest, time.monotonic() - begun)
-            best = min(best, math.inf if x.why else x.seconds)
+            best = min(best, math.inf if x.figures.why else x.seconds)
 
     def measure(self, chosen: Sequence[LiveCandidate], line: "_Line") -> None:
         """Runs candidates in turns, so that what else the machine does slows all alike. The fastest
         of a few calls counts.
         """
-        trials = [(x, Trial(x, self.target, self.dtype)) for x in chosen]
         try:
-            for turn in range(1 + _CALLS if trials else 0):
+            for turn in range(1 + _CALLS if chosen else 0):
                 seconds = list[float]()
-                for x, call in trials:
+                for x in chosen:
                     line.write(f"measuring, {turn} of {_CALLS}: {x.name}")
-                    seconds.append(call())
-                for x, took in zip(chosen, seconds, strict=True):
-                    # The first call warms up.
-                    x.measured = min(took, x.measured or math.inf) if turn else None
+                    assert x.call is not None
+                    seconds.append(x.call())
+                # The first call warms up.
+                for x, took in zip(chosen if turn else (), seconds, strict=False):
+                    least = min(took, x.figures.measured or math.inf)
+                    x.note(measured=least, seconds=least)
         except KeyboardInterrupt:
             self.is_interrupted = True
 
@@ -353,25 +353,23 @@ def _nothing(
     least = rejected[0]
     if math.isinf(least.memory):
         rows = _most_rows(step, rejected, target)
-        return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
+        reasons = listed([f"{x.name}: {x.figures.why}" for x in rejected], 3)
+        return f"no plan for {target}: {reasons}{rows}"
     missing = show_bytes(least.memory - room * (1 - RESERVE))
     helps = ["more devices", "a smaller batch", _micro_batches(least, room, target)]
-    tried = {x.traced.policy for x in rejected if x.traced is not None}
+    tried = {x.strategy.policy for x in rejected if x.price is not None}
     helps[:0] = [f'policies=("{x}",)' for x in ("full", "offload_inputs") if x not in tried]
     if uncompiled:
         helps.insert(0, f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left")
     return (
-        f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
-        f"Fixes: {', '.join(helps[:-1])}, or {helps[-1]}"
+        f"no plan fits on {target}. The least, {least.name}, {least.figures.why}: {missing} are "
+        f"missing. Fixes: {', '.join(helps[:-1])}, or {helps[-1]}"
     )
 
 
 def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
     """How many micro-batches fit, by the model of the price."""
-    assert least.strategy is not None and least.traced is not None
-    rows = least.traced.batch_size // math.prod(
-        least.strategy.sizes[x] for x in least.strategy.rows
-    )
+    rows = least.traced.batch_size * least.strategy.micro_batches // least.strategy.pieces
     prices, limit = Prices(least.traced, with_figures(target)[0]), room * (1 - RESERVE)
     # The model of a price, as nothing is left to compile: the text says so.
     counts = (n for n in range(2, rows + 1) if rows % n == 0)
@@ -382,7 +380,8 @@ def _micro_batches(least: LiveCandidate, room: float, target: Machine) -> str:
 
 
 def _most_rows(step: PlannedStep, rejected: Sequence[LiveCandidate], target: Machine) -> str:
-    rows = next((x.rows for x in rejected if x.rows), None)
+    uneven = [x.traced.batch_size for x in rejected if x.traced.batch_size % x.strategy.pieces]
+    rows = next(iter(uneven), None)
     if rows is None:
         return ""
     most = max(n for n in range(1, target.count + 1) if rows % n == 0)
@@ -402,15 +401,14 @@ def plan_of(
 ) -> Plan:
     """The plan with the first of these candidates."""
     best = ranked[0]
-    assert best.strategy is not None and best.traced is not None
     stacked = {best.traced.in_models[weight][0].path for weight in best.traced.stacked}
     return Plan(
         machine=target,
         axes=best.strategy.sizes,
         is_sharded=best.strategy.is_sharded,
-        chosen=best.figures(),
-        others=tuple(x.figures() for x in ranked[1:]),
-        rejected=tuple(x.figures() for x in rejected),
+        chosen=best.figures,
+        others=tuple(x.figures for x in ranked[1:]),
+        rejected=tuple(x.figures for x in rejected),
         notes=tuple(_notes(ranked, target, is_assumed, best.traced)),
         stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
@@ -422,20 +420,20 @@ def plan_of(
 def _notes(
     ranked: Sequence[LiveCandidate], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
-    best = ranked[0]
-    read = [x for x in ranked[1:] if not (x.unread or best.unread)]
-    same = [x.name for x in read if x.source == best.source and is_tie(x, best)]
+    first, best = ranked[0], ranked[0].figures
+    read = [x for x in ranked[1:] if not (x.figures.unread or best.unread)]
+    same = [x.name for x in read if x.figures.source == best.source and is_tie(x, first)]
     if same:
         yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
-    if any(x.seconds < best.seconds for x in read if x.source != best.source):
+    if any(x.seconds < first.seconds for x in read if x.figures.source != best.source):
         yield (
             f"the chosen one was {best.source}. Others were not, and come after it: their modelled "
             "seconds compare only with its modelled seconds"
         )
     for x in ranked:
-        if x.unread:
-            yield f"{x.name} was compiled, and its figures are unknown: {x.unread}"
-    if best.report is None and not best.unread:
+        if x.figures.unread:
+            yield f"{x.name} was compiled, and its figures are unknown: {x.figures.unread}"
+    if not best.compiled:
         yield "nothing was compiled: all figures are modelled, and it may not fit"
     if is_assumed:
         chip = target.chip.name

@@ -18,12 +18,13 @@ import numpy as np
 from .._audit import Message, seconds, speeds
 from .._dims import Event, Nodes, Sum, bytes_of
 from .._fsdp import unfit_for_8_bits
+from .._products import products_of_equation
+from .._programs import OptimiserProduct, products_of_optimisers
 from ..machines import Machine
 from .fixes import MODEL, axes_of
 from .layers import weights_of
 from .lifetimes import Live, lives_of
 from .matrices import OF_MESH, seconds_of, sent_by, state_bytes, states_on
-from .optimisers import matrix_products
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 
@@ -110,7 +111,11 @@ class Prices:
         self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
         self.sums = _Events(sums, groups_of)
-        self.matrices = list(matrix_products(traced.jaxpr))
+        self.matrices = [
+            (x, 2.0 * x.times * products_of_equation(x.eqn))
+            for x in products_of_optimisers(traced.jaxpr)
+            if _factor(x).size >= SMALL
+        ]
         self.after = np.array([x.after.number for x in sums], int)
         self.times_of = np.array([x.times for x in program.places])
         leaves = traced.leaves
@@ -194,6 +199,13 @@ def _held_bytes(traced: TracedStep) -> Any:
     return np.array(
         [0.0 if x.path.startswith(on_mesh) else float(bytes_of(x.aval)) for x in leaves]
     )
+
+
+def _factor(product: OptimiserProduct) -> Any:
+    """With FSDP each device computes its rows of the product of an optimiser without
+    `mylib.by_matrix`, and needs the whole second factor: XLA gathers it, for each product.
+    """
+    return product.eqn.invars[1].aval
 
 
 class _GroupsOfMany:
@@ -480,7 +492,9 @@ class _Pricing:
         """
         products, over = self.prices.matrices, self.strategy.over
         sent = [
-            ("all-gather", over, x.nbytes / self.model) for x in products for _ in range(x.times)
+            ("all-gather", over, bytes_of(_factor(x)) / self.model)
+            for x, _ in products
+            for _ in range(x.times)
         ]
         sent += [x for state in self.by_matrix for x in sent_by(state)]
         by_kind: dict[Any, list[float]] = {}
@@ -492,7 +506,7 @@ class _Pricing:
         ]
         rates = self.prices.ideal.flops
         # They are divided over "model" already, as weights are.
-        alone = sum(x.flops / rates[x.dtype] / self.model for x in products)
+        alone = sum(flops / rates[str(_factor(x).dtype)] / self.model for x, flops in products)
         owned = sum(seconds_of(state, rates) for state in self.by_matrix)
         return float(sum(took)), owned - alone * (1 - 1 / self.size(over))
 

@@ -5,7 +5,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
@@ -21,10 +21,9 @@ from .._placement import no_mesh, plan_in_force
 from .._show import columns, for_stdout, wrapped
 from .._text import listed, show_bytes, show_spec
 from .._verify import Verified, verify
-from ..machines import CHIPS, Chip, CompilerError, Machine
+from ..machines import Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
-from .fixes import Spec
 from .matrices import laid_out
 from .picture import Dot, page_of
 from .strategy import mesh_of
@@ -397,37 +396,12 @@ class Plan:
 
         A line for each difference; empty text if there is none.
         """
-        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
-        ours, theirs = (
-            json.loads(plan.as_text()) | {"machine": machine}
-            for plan, machine in zip((self, other), machines, strict=True)
+        ours, theirs = _compared(self), _compared(other)
+        return "\n".join(
+            f"{name}: {ours.get(name, 'absent')} -> {theirs.get(name, 'absent')}"
+            for name in dict.fromkeys([*ours, *theirs])
+            if ours.get(name, "absent") != theirs.get(name, "absent")
         )
-        lines = [
-            f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in (
-                "machine",
-                "axes",
-                "policy",
-                "micro_batches",
-                "saved",
-                "dtype",
-                "send_dtype",
-                "layers",
-                "memory",
-            )
-            if ours[name] != theirs[name]
-        ]
-        for part in ("arguments", "used"):
-            for key in dict.fromkeys([*ours[part], *theirs[part]]):
-                a, b = (_frozen(x[part].get(key, {})) for x in (ours, theirs))
-                plan = self if key in ours[part] else other
-                what = key if part == "arguments" else f"used {plan.applying.called(key)}"
-                lines += [
-                    f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
-                    for path in dict.fromkeys([*a, *b])
-                    if a.get(path) != b.get(path)
-                ]
-        return "\n".join(lines)
 
     def code(self) -> str:
         """The lines that do by hand what `jit` does. They run where they are pasted, and their
@@ -469,11 +443,12 @@ class Plan:
         contents = _frozen(json.loads(text))
         needed = {x.name for x in (*fields(Applying), *fields(cls))}
         needed -= {"applying", "audit", "_planned"}
-        if not isinstance(contents, dict) or not needed <= {*contents}:
+        is_plan = isinstance(contents, dict) and needed <= {*contents}
+        if not is_plan or not {x.name for x in fields(Chip)} <= {*contents["machine"]["chip"]}:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"
             )
-        dtype = contents["dtype"]
+        dtype, about = contents["dtype"], contents["machine"]
         applying = {x.name: contents[x.name] for x in fields(Applying)}
         applying |= {
             "layers": tuple(map(_imported, contents["layers"]) if layers is None else layers),
@@ -481,7 +456,7 @@ class Plan:
         }
         attributes = {x.name: contents[x.name] for x in fields(cls) if x.name in contents}
         attributes |= {
-            "machine": machine or _machine_of(contents["machine"]),
+            "machine": machine or Machine(**about | {"chip": Chip(**about["chip"])}),
             "chosen": Candidate(**contents["chosen"]),
             "others": tuple(Candidate(**x) for x in contents["others"]),
             "rejected": tuple(Candidate(**x) for x in contents["rejected"]),
@@ -540,30 +515,30 @@ class Plan:
 
 
 def _as_data(machine: Machine) -> dict[str, Any]:
-    """All of a machine: of its chip what its data sheet doesn't have."""
-    chip, sheet = machine.chip, _sheet(machine.chip.name, machine.chip.platform)
-    own = {x.name: getattr(chip, x.name) for x in fields(Chip)}
-    own = {
-        name: dict(x) if isinstance(x, Mapping) else x
-        for name, x in own.items()
-        if x != getattr(sheet, name)
+    of_chip = {x.name: getattr(machine.chip, x.name) for x in fields(Chip)}
+    chip = {name: dict(x) if isinstance(x, Mapping) else x for name, x in of_chip.items()}
+    return {x.name: getattr(machine, x.name) for x in fields(Machine)} | {"chip": chip}
+
+
+# What plans may differ in, besides where arrays are.
+_COMPARED = (
+    "axes", "policy", "micro_batches", "saved", "dtype", "send_dtype", "layers", "memory"
+)  # fmt: skip
+
+
+def _compared(plan: Plan) -> dict[str, Any]:
+    """What plans may differ in, by what it is called."""
+    applying, contents = plan.applying, json.loads(plan.as_text())
+    used = {f"used {applying.called(path)}": specs for path, specs in applying.used.items()}
+    return {
+        "machine": repr(plan.machine).splitlines()[0],
+        **{name: contents[name] for name in _COMPARED},
+        **{
+            name + path: show_spec(PartitionSpec(*spec))
+            for name, specs in {**applying.arguments, **used}.items()
+            for path, spec in specs.items()
+        },
     }
-    about = {"chip": {"name": chip.name, "platform": chip.platform, **own}}
-    return about | {name: getattr(machine, name) for name in ("hosts", "shape", "is_here")}
-
-
-def _machine_of(data: Mapping[str, Any]) -> Machine:
-    chip = data["chip"]
-    chip = replace(_sheet(chip["name"], chip["platform"]), **chip)
-    return Machine(chip, data["hosts"], data["shape"], data["is_here"])
-
-
-def _sheet(name: str, platform: str) -> Chip:
-    return CHIPS.get(name) or Chip(name, platform)
-
-
-def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
-    return show_spec(PartitionSpec(*specs[path])) if path in specs else "absent"
 
 
 def _frozen(x: Any) -> Any:

@@ -27,6 +27,7 @@ class Strategy:
     - `saved`: the spec with which the inputs of layers are saved; None: replicated over "model".
     - `sent`: the dtype in 8 bits that weights are sent in; None: that of the computation.
     - `fixes`: the specs that were given.
+    - `why`: why the step can't use this mesh; empty if it can.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -37,6 +38,7 @@ class Strategy:
     saved: Spec | None = None
     sent: str | None = None
     fixes: Fixes = Fixes({}, {})
+    why: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -46,6 +48,11 @@ class Strategy:
     def rows(self) -> tuple[str, ...]:
         """The axes over which the batch is split."""
         return tuple(axis for axis, _ in self.axes if axis != MODEL)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many parts the batch is cut: for the devices, and into micro-batches."""
+        return math.prod(self.sizes[x] for x in self.rows) * self.micro_batches
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -72,42 +79,32 @@ class Strategy:
         return name if self.micro_batches == 1 else f"{name}, {self.micro_batches} micro-batches"
 
 
-@dataclass(frozen=True)
-class Impossible:
-    """A mesh that the step can't use, and why: `rows` if they can't be divided over it."""
-
-    name: str
-    why: str
-    rows: int | None = None
-
-
 def strategies(
     traced: TracedStep,
     machine: Machine,
     axes: Mapping[str, int] | None,
     fixed: FixedParts,
     send_dtypes: Sequence[str] = (),
-) -> Iterator[Strategy | Impossible]:
+) -> Iterator[Strategy]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in meshes(machine, axes):
-        pieces = traced.step.micro_batches
-        strategy = Strategy(sizes or (("data", 1),), is_sharded, (), traced.policy, pieces)
-        rows, devices = traced.batch_size, math.prod(strategy.sizes[x] for x in strategy.rows)
-        if rows % (devices * pieces):
-            of = "" if pieces == 1 else f" in {pieces} micro-batches"
-            why = f"{rows} rows{of} can't be divided over {devices} devices"
-            yield Impossible(strategy.name, why, rows)
+        turns = traced.step.micro_batches
+        strategy = Strategy(sizes or (("data", 1),), is_sharded, (), traced.policy, turns)
+        if traced.batch_size % strategy.pieces:
+            rows = f"{traced.batch_size} rows" + f" in {turns} micro-batches" * (turns > 1)
+            devices = strategy.pieces // turns
+            yield replace(strategy, why=f"{rows} can't be divided over {devices} devices")
             continue
         # A fault of compilers' partitioners, which makes gradients wrong without a word.
         grouped = _wrongly_summed(strategy, traced)
         if grouped and GROUPED.is_on(machine.chip.platform):
-            yield Impossible(strategy.name, f"{GROUPED.what}: {grouped}")
+            yield replace(strategy, why=f"{GROUPED.what}: {grouped}")
             continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
             on_mesh = _on_mesh(strategy, traced)
         except ContradictionError as error:
-            yield Impossible(strategy.name, str(error))
+            yield replace(strategy, why=str(error))
             continue
         sent = (None, *(send_dtypes if is_sharded else ()))
         for candidate in [replace(x, sent=dtype) for x in on_mesh for dtype in sent]:
@@ -285,5 +282,5 @@ def _of_entry(leaf: ArrayIn, dim: int, entry: Any, traced: TracedStep) -> str:
             "rows of the batch" if leaf.is_data else f"FSDP, by its largest other dimension, {dim}"
         )
     members = next((x.members for x in traced.groups if leaf.groups[dim] in x.groups), [])
-    names = {role_of(traced.in_models[path][1]).strip("."): None for path, *_ in members}
+    names = {role_of(traced.in_models[path][1]).strip("."): None for path, _ in members}
     return f"over model by dimension {dim}, together with {listed([*names], 3)}"

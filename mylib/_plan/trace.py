@@ -170,15 +170,15 @@ class ArrayIn:
 
 @dataclass(eq=False)
 class Together:
-    """Groups of dimensions that are split together: those of equal layers. `members` are the path,
-    the dimension and the rank of each weight that they split, `limit` is what a number of parts
-    must divide, and `size` is the number of the weights' elements.
+    """Groups of dimensions that are split together: those of equal layers. `members` are the path
+    and the dimension of each weight that they split, `limit` is what a number of parts must divide,
+    and `size` is the number of the weights' elements.
     """
 
     groups: tuple[int, ...]
     limit: int
     size: int
-    members: list[tuple[str, int, int]]
+    members: list[tuple[str, int]]
 
 
 def is_matrix_state(x: Any) -> bool:
@@ -287,7 +287,7 @@ class TracedStep:
         fitting = [
             group
             for group in self.groups
-            if group.limit % parts == 0 and not any(is_whole(*x[:2]) for x in group.members)
+            if group.limit % parts == 0 and not any(is_whole(*x) for x in group.members)
         ]
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
@@ -300,13 +300,12 @@ def _groups_of(traced: TracedStep) -> list[Together]:
     group = traced.program.dims.group
     # If an operation needs a dimension whole, splitting it would gather it each time.
     cut = {group(node) for event in traced.program.whole for node in event.over}
-    members_of: dict[int, list[tuple[str, int, int, int]]] = {}
+    members_of: dict[int, list[tuple[str, int, int]]] = {}
     for (groups, shape), leaves in traced.weights.items():
         paths = [leaf.path for leaf in leaves if leaf.path in traced.in_models]
         for i, x in enumerate(groups):
             if x not in traced.rows | traced.loops | cut and shape[i] > 1:
-                members = [(path, i, len(shape), math.prod(shape)) for path in paths]
-                members_of.setdefault(x, []).extend(members)
+                members_of.setdefault(x, []).extend((path, i, math.prod(shape)) for path in paths)
     # Layers in a list have groups of their own. Splitting some of them only would be a choice for
     # each layer, of which there are too many.
     alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
@@ -322,8 +321,8 @@ def _groups_of(traced: TracedStep) -> list[Together]:
             if not _splits_twice(part, traced):
                 members = [m for x in part for m in members_of[x]]
                 limit = math.gcd(*map(traced.program.dims.parts, part))
-                size = sum(m[3] for m in members)
-                splittable.append(Together(tuple(part), limit, size, [m[:3] for m in members]))
+                size = sum(m[2] for m in members)
+                splittable.append(Together(tuple(part), limit, size, [m[:2] for m in members]))
     return splittable
 
 

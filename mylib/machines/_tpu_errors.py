@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-
-import jax
+from typing import Any
 
 from .._lines import spot
 from ._computed import computed
@@ -12,10 +11,10 @@ from ._sheets import GiB
 
 
 def out_of_memory(
-    error: Exception, arguments: Sequence[Argument], lowered: jax.stages.Lowered
+    error: Exception, arguments: Sequence[Argument], program: Any
 ) -> OutOfMemoryError | None:
-    """A readable form of the compiler's error for a `lowered` program, or None if it is another
-    error. If the error lists no arrays, those of the lowered program are listed.
+    """A readable form of the compiler's error for a program, a jaxpr, or None if it is another
+    error. If the error lists no arrays, those of the jaxpr are listed.
     """
     text = str(error)
     match = next(filter(None, (pattern.search(text) for pattern in _EXCEEDED)), None)
@@ -29,7 +28,7 @@ def out_of_memory(
             available,
             largest(arguments),
             arguments=sum(x.nbytes for x in arguments),
-            temporaries=listed or computed(lowered),
+            temporaries=listed or computed(program),
             whole=not listed,
         )
     )

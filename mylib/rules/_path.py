@@ -103,9 +103,7 @@ class ByPath(Rule):
                 matching = self._matching(leaf)
                 if any(not _same(value, matching[0][1]) for _, value in matching):
                     faults.append(_conflict(leaf, matching))
-        for rule, asked in self._nested(leaves):
-            faults += rule.contradictions(asked)
-        return faults
+        return [*faults, *super().contradictions(leaves)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
@@ -117,12 +115,9 @@ class ByPath(Rule):
         faults: list[Fault] = []
         for pattern, value in self.patterns:
             faults += _unused(pattern, value, matched[pattern], leaves)
-        for rule, asked in self._nested(leaves):
-            faults += rule.unused(asked)
-        return faults
+        return [*faults, *super().unused(leaves)]
 
-    def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
-        """The rules among the values, each with its leaves."""
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
         if not any(isinstance(value, Rule) for _, value in self.patterns):
             return ()
         values = ((self._value(leaf), leaf) for leaf in leaves)

@@ -1,6 +1,6 @@
 """`where_present`: placements that also work on meshes with fewer axes, and without a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,8 @@ class WherePresent(Rule):
         placed = [leaf for leaf in leaves if _axes_of(leaf.mesh)]
         return [f for f in self.rule.contradictions(placed) if not lacks_axis(f)]
 
-    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return self.rule.unused(leaves)
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
+        return [(self.rule, leaves)]
 
     def __repr__(self) -> str:
         return f"where_present({self.rule!r})"

@@ -77,12 +77,16 @@ class Rule:
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         """The faults of its results for these `leaves`."""
-        return ()
+        return [x for rule, asked in self._parts(leaves) for x in rule.contradictions(asked)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         """The faults of its parts that match none of these `leaves`. In `a | b`, `b` also gets the
         leaves that `a` decides: a pattern that `a` overrides still counts as used.
         """
+        return [x for rule, asked in self._parts(leaves) for x in rule.unused(asked)]
+
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple["Rule", Sequence[Leaf]]]:
+        """The rules that it consists of, each with those of the `leaves` that it is asked about."""
         return ()
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
@@ -134,17 +138,8 @@ class Plain(Rule):
         return getattr(rules[-1], "__qualname__", None) or repr(rules[-1])
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        if not leaves:
-            return []
-        faults = faults_of(self.function, leaves)
-        for rule, asked in self._returned_rules(leaves):
-            faults += rule.contradictions(asked)
-        return faults
-
-    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [
-            fault for rule, asked in self._returned_rules(leaves) for fault in rule.unused(asked)
-        ]
+        own = faults_of(self.function, leaves) if leaves else []
+        return [*own, *super().contradictions(leaves)]
 
     def _chain(self, leaf: Leaf) -> tuple[list[AnyRule], Any]:
         """The rules called in turn, and the result of the last one."""
@@ -156,8 +151,7 @@ class Plain(Rule):
             placement = ask(placement, leaf)
         return rules, placement
 
-    def _returned_rules(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
-        """The rules that the function returns, each with its leaves."""
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
         results = ((ask(self.function, leaf), leaf) for leaf in leaves)
         return leaves_by_rule((as_rule(rule), leaf) for rule, leaf in results if is_rule(rule))
 
@@ -191,8 +185,8 @@ class FirstOf(Rule):
             leaves = [leaf for leaf in leaves if rule(leaf) is PASS]
         return [*faults, *last.contradictions(leaves)]
 
-    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [fault for rule in self.rules for fault in rule.unused(leaves)]
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
+        return [(rule, leaves) for rule in self.rules]
 
     def _chosen(self, leaf: Leaf) -> Rule | None:
         return next((rule for rule in self.rules if rule(leaf) is not PASS), None)
@@ -236,8 +230,8 @@ class Both(Rule):
             *(fault for leaf in filled for fault in self._unfit(leaf)),
         ]
 
-    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [*self.first.unused(leaves), *self.second.unused(leaves)]
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
+        return [(self.first, leaves), (self.second, leaves)]
 
     def _unfit(self, leaf: Leaf) -> Iterator[Fault]:
         """The fault if the second rule can't shard a leaf that the first has sharded."""

@@ -1,7 +1,7 @@
 """Rules that depend only on shapes."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -268,11 +268,8 @@ class WhereEven(Rule):
             for dim in _uneven(spec, leaf, mesh)
         )
 
-    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return self.rule.contradictions(leaves)
-
-    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return self.rule.unused(leaves)
+    def _parts(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, Sequence[Leaf]]]:
+        return [(self.rule, leaves)]
 
     def __repr__(self) -> str:
         return f"where_even({self.rule!r})"

@@ -28,7 +28,7 @@ def traced(make, batch, loss, policy="full"):
 
 
 def named(group):
-    return {(path.partition("]")[2], dim) for path, dim, _ in group.members}
+    return {(path.partition("]")[2], dim) for path, dim in group.members}
 
 
 class TestDims:
@@ -186,6 +186,28 @@ class TestLayers:
         group = program.dims.group
         assert all(group(node) != group(rows[0]) for nodes in weights for node in nodes)
         return program
+
+
+@pytest.mark.parametrize(
+    ("fun", "kept", "cut"),
+    [
+        (lambda x: jnp.stack([x, x], axis=1), {0: 0, 1: 2}, set()),
+        (lambda x: jnp.unstack(x, axis=1)[0], {0: 0}, {1}),
+        (lambda x: jnp.flip(x, 0), {1: 1}, {0}),
+        (lambda x: jnp.sort(x, 1), {0: 0}, {1}),
+        (lambda x: jax.lax.cumsum(x, 0), {1: 1}, {0}),
+        (lambda x: jax.lax.top_k(x, 2)[1], {0: 0}, {1}),
+        (lambda x: x[:, None].squeeze(1), {0: 0, 1: 1}, set()),
+        (lambda x: jnp.tile(x, (1, 2)), {0: 0}, {1}),
+    ],
+)
+def test_operations_along_some_dimensions(fun, kept, cut):
+    """Those of the argument that are the result's, too, and those that are needed whole."""
+    program = program_of(jax.make_jaxpr(fun)(np.zeros((4, 6))))
+    x, out = (program.dims.groups(x) for x in (program.inputs[0], program.results[0]))
+    assert {(i, j) for i, a in enumerate(x) for j, b in enumerate(out) if a == b} == {*kept.items()}
+    whole = {program.dims.group(node) for event in program.whole for node in event.over}
+    assert {i for i, a in enumerate(x) if a in whole} == cut
 
 
 def test_what_is_unknown_is_named():

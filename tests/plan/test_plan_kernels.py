@@ -24,7 +24,7 @@ def traced(make, batch, loss):
 
 
 def chosen(traced):
-    return [{x[:2] for group in groups for x in group.members} for groups in traced.choices(2)]
+    return [{x for group in groups for x in group.members} for groups in traced.choices(2)]
 
 
 def flops(traced):
