@@ -168,7 +168,8 @@ class TestPlan:
             lambda: (batch(), m := model(), optim.init(eqx.filter(m, eqx.is_array)))
         )
         plan = mylib.plan(step, *shapes, axes={"data": 8}, compile=0)
-        assert max(r.difference for r in plan.verify().wide) < 1e-12
+        # Muon's coefficients are in its state, and random ones make large weights.
+        assert all(r.difference < 1e-12 * max(1, r.largest) for r in plan.verify().wide)
 
     def test_read_from_text_it_has_no_step(self):
         plan = mylib.plan(self.step, batch(), model(), compile=0)
