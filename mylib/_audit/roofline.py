@@ -108,16 +108,14 @@ def estimate(
     body = sum(n * max(x, y) for n, x, y in times)
     low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
     links = links_of(sent, axes, machine, measured)
-    for message, (each, text) in zip(sent, links, strict=True):
-        part = f"communication over {', '.join(map(axis_of, message.axes))}"
-        parts[part] = parts.get(part, 0.0) + each * message.times
-        assumed.append(text)
-    communication = sum(parts.values()) - parts["compute"] - parts["memory"]
+    assumed += [text for _, text in links]
+    over = _over_axes(sent, [each for each, _ in links])
+    parts, communication = parts | over, sum(over.values())
     copied, most_copied, about_copies = _copies(work, real)
     parts |= {"host memory": copied} if copied else {}
     assumed += about_copies
-    most = communication + most_copied
-    most += sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    computing = sum(op.times * sum(slowest.seconds(op)) for op in work.operations)
+    most = communication + most_copied + computing
     low = max(low, communication, copied)
     # Then as if copies took no time: what is waited for beyond that is the host.
     total, communicating = (
@@ -133,6 +131,15 @@ def estimate(
         unknown=work.unknown,
         assumptions=tuple(dict.fromkeys(assumed)),
     )
+
+
+def _over_axes(sent: Sequence[Message], seconds: Sequence[float]) -> dict[str, float]:
+    """The seconds of all collectives, by the axes that they are over."""
+    parts: dict[str, float] = {}
+    for message, each in zip(sent, seconds, strict=True):
+        part = f"communication over {', '.join(map(axis_of, message.axes))}"
+        parts[part] = parts.get(part, 0.0) + each * message.times
+    return parts
 
 
 def _copies(work: Work, real: Speed) -> tuple[float, float, list[str]]:

@@ -499,17 +499,8 @@ def _by_hand(step: PlannedStep) -> str:
     )
 
 
-def _traced(
-    step: PlannedStep,
-    policy: str,
-    layers: tuple[type, ...],
-    calls: Calls,
-    inputs: LayerInputs,
-    jaxpr: Any,
-    arrays: Any,
-    returned: Any,
-) -> TracedStep:
-    program = program_of(jaxpr)
+def _refuse(program: Reading) -> None:
+    """Raises the reason why a program can't be planned, if there is one."""
     if program.placed:
         raise PlanError(f"{_PLAIN} (it places an array at {program.placed[0]})")
     if program.unknown:
@@ -524,6 +515,20 @@ def _traced(
             f"compilers can't split {name} ({line}). Call it in a function f, and that as "
             "mylib.opaque(f, like=f), which finds how it may be split"
         )
+
+
+def _traced(
+    step: PlannedStep,
+    policy: str,
+    layers: tuple[type, ...],
+    calls: Calls,
+    inputs: LayerInputs,
+    jaxpr: Any,
+    arrays: Any,
+    returned: Any,
+) -> TracedStep:
+    program = program_of(jaxpr)
+    _refuse(program)
 
     def arrays_in(tree: Any, dims: Sequence[Nodes]) -> list[ArrayIn]:
         pairs = zip(jtu.tree_flatten_with_path(tree)[0], dims, strict=True)
