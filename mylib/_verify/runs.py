@@ -160,7 +160,8 @@ def verify(
     program is computed by [`mylib.testing.run_here`][], in float64 only.
 
     In float64 the arguments are float64, and `dtype=`, `reduce_dtype=` and `send_dtype=` of
-    `fully_shard` are ignored; casts in the step stay.
+    `fully_shard` are ignored; casts in the step stay. Other threads that use JAX meanwhile have
+    float64, too.
 
     If there are several processes, all of them must call it.
 
