@@ -1,9 +1,9 @@
 """Where results come back, and those that a program doesn't return where they are constrained to:
 they are placed after it.
 
-On meshes that mix Explicit and Auto axes, JAX takes the sharding of a result from its type, which
-forgets the Auto axes of a dimension that is split over Explicit axes, too, if another dimension is
-split over Explicit axes.
+XLA replicates arrays without elements. And on meshes that mix Explicit and Auto axes, JAX takes the
+sharding of a result from its type, which forgets the Auto axes of a dimension that is split over
+Explicit axes, too, if another dimension is split over Explicit axes.
 
 Needed with JAX 0.10.2 and 0.12.0; no public issue is known. May go once
 `tests/jit/test_placed_after.py` passes without it.
@@ -40,11 +40,15 @@ def placed(result: Any, wrapped: Wrapped) -> tuple[Any, list[Callable[[Call], No
     except PlacementError as error:
         error.add_note(f"(the tree is what {wrapped.name} returns, placed by its out_shardings)")
         raise
-    around = world.mesh if mesh is None else mesh
-    if not (around.explicit_axes and around.auto_axes):
+    around, leaves = world.mesh if mesh is None else mesh, split(result)
+    is_mixed = around.explicit_axes and around.auto_axes
+    if not is_mixed and all(x.size for x in leaves.arrays):
         return result, []
-    targets = resolve_leaves(split(result), placement, mesh, world)
-    later = [grounded(x, world) if x and _mixes_types(x) else None for x in targets]
+    targets = resolve_leaves(leaves, placement, mesh, world)
+    later = [
+        grounded(target, world) if target and (not x.size or _mixes_types(target)) else None
+        for x, target in zip(leaves.arrays, targets, strict=True)
+    ]
     return result, [partial(_place, later)] if any(later) else []
 
 

@@ -1,5 +1,9 @@
 """What JAX and XLA don't return as constrained comes back where `out_shardings` says."""
 
+import warnings
+from contextlib import contextmanager, nullcontext
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,86 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._compat import names
+
+TYPES = pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+
+
+def mesh_of(types):
+    return jax.make_mesh((8,), ("data",), axis_types=(types,))
+
+
+def tree():
+    return {
+        "x": jnp.ones(16),
+        "none": jnp.zeros((0, 8)),
+        "name": "n",
+        "key": jax.random.split(jax.random.key(0), 0),
+        "some": jnp.zeros((8, 0), jnp.bfloat16),
+    }
+
+
+WHERE = {"x": P("data"), "none": P(None, "data"), "name": None, "key": P("data"), "some": P("data")}
+
+
+@contextmanager
+def nothing_is_compiled():
+    compiled = []
+
+    def note(event, duration, **details):
+        if event == names.EVENT_COMPILED:
+            compiled.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not compiled
+
+
+@TYPES
+@pytest.mark.parametrize("in_force", [False, True])
+def test_they_come_back_as_asked_for_and_once_compiled(types, in_force):
+    mesh = mesh_of(types)
+
+    def step(tree):
+        return {k: x if k in ("name", "key") else x * 2 for k, x in tree.items()}
+
+    given = mylib.filter_shard(tree(), WHERE, mesh=mesh)
+    with warnings.catch_warnings(), jax.set_mesh(mesh) if in_force else nullcontext():
+        warnings.simplefilter("error")
+        own = None if in_force else mesh
+        run = mylib.filter_jit(step, out_shardings=WHERE, mesh=own, donate="all")
+        given = run(given)
+        for _ in range(2):
+            with nothing_is_compiled():
+                given = run(given)
+            for name, spec in WHERE.items():
+                if spec is not None:
+                    wanted = NamedSharding(mesh, spec)
+                    assert given[name].sharding.is_equivalent_to(wanted, given[name].ndim), name
+                    assert given[name].committed
+    assert given["some"].dtype == jnp.bfloat16 and given["key"].dtype == tree()["key"].dtype
+
+
+def test_by_a_rule_and_compiled_ahead():
+    mesh = mesh_of(AxisType.Auto)
+    rule = mylib.rules.by_path({"none": P(None, "data")})
+    make = mylib.filter_jit(lambda: {"none": jnp.zeros((0, 8))}, out_shardings=rule, mesh=mesh)
+    for run in (make, make.lower().compile()):
+        assert run()["none"].sharding.spec == P(None, "data")
+
+
+def test_inside_of_transformations():
+    mesh = mesh_of(AxisType.Auto)
+    run = mylib.filter_jit(
+        lambda x: (x.sum(), jnp.zeros((0, 8)) * x[0]), out_shardings=(P(), P("data")), mesh=mesh
+    )
+    assert jax.jit(lambda x: run(x)[0])(jnp.ones(8)) == 8
+    value, grads = eqx.filter_value_and_grad(lambda x: run(x)[0] + run(x)[1].sum())(jnp.ones(8))
+    np.testing.assert_array_equal(grads, np.ones(8))
+    assert value == 8
 
 
 def test_a_dimension_over_axes_of_both_types():
