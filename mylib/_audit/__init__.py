@@ -23,7 +23,7 @@ from .hlo import (
     elements_of as elements_of,
 )
 from .links import Message as Message, seconds as seconds
-from .memory import compiled_for as compiled_for, memory_of as memory_of, places_of as places_of
+from .memory import memory_of as memory_of
 from .opcodes import OPCODES as OPCODES, Likeness as Likeness, Meaning as Meaning
 from .positions import COMPARED as COMPARED
 from .report import (

@@ -67,17 +67,11 @@ def compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
     """The platform and the `device_kind` of its devices. They are unknown, so empty, if it has no
     arguments and no results.
     """
-    for sharding in places_of(compiled):
-        device = next(iter(sharding.device_set))
-        return device.platform, device.device_kind
-    return "", ""
-
-
-def places_of(compiled: jax.stages.Compiled) -> Iterator[Any]:
-    """The shardings of its arguments and results, where these name devices."""
     for sharding in jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings)):
         if not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-            yield sharding
+            device = next(iter(sharding.device_set))
+            return device.platform, device.device_kind
+    return "", ""
 
 
 def _constants(text: str) -> Iterator[int]:

@@ -585,7 +585,7 @@ class _Apply:
     ) -> tuple[list[int], list[int]]:
         """Joins the dimensions of a table, of indices, and of slices of the table there, whose
         dimensions `window` are the table's without those that are `gone`. Returns the slices' rows,
-        and the table's dimensions of which a slice has a part.
+        and the dimensions of the table that a slice has only a part of.
         """
         table, indices = (x.nodes for x in self.ins[:2])
         of_table = self.param(names.PARAM_DIMENSION_NUMBERS).operand_batching_dims
