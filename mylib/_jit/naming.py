@@ -61,12 +61,10 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 def explain(error: Exception, call: Call) -> None:
     """Replaces a call's error with a clearer one, or adds a note."""
     # Most programs have no kernels, and raise nothing.
-    from .._kernels import raised_in_compiler
+    from .._kernels import raise_as_in_compiler
 
+    raise_as_in_compiler(error)
     text = all_words(error)
-    original = raised_in_compiler(text)
-    if original is not None and original is not error:
-        raise original from None
     readable = readable_error(text, call.wrapped.id)
     if readable is not None:
         raise readable from None

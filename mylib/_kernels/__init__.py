@@ -2,7 +2,7 @@
 
 from .axes import Axes as Axes, specs_of as specs_of
 from .calls import HowSplit as HowSplit, KnownCall as KnownCall
-from .lowering import raised_in_compiler as raised_in_compiler
+from .lowering import raise_as_in_compiler as raise_as_in_compiler
 from .primitive import (
     Kernel as Kernel,
     NoDerivativeError as NoDerivativeError,

@@ -22,7 +22,7 @@ from .._compat import (
     spec_of_compiler,
     without_types_of_shard_map,
 )
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, all_words
 from .._placement import show_mesh
 from .._programs import all_equations
 from .axes import Axes, GivenArray, agreed, fault, operands_of, specs_of, splits_in, unfit
@@ -143,10 +143,15 @@ class _Remembered:
             _RAISED.append(error)
 
 
-def raised_in_compiler(text: str) -> BaseException | None:
-    """The error that a compiler's error tells of, in a text without its line breaks."""
-    told = (error for error in reversed(_RAISED) if str(error).replace("\n", " ") in text)
-    return next(told, None)
+def raise_as_in_compiler(error: BaseException) -> None:
+    """Raises the error that a compiler's error tells of, in place of that; nothing if it tells of
+    none.
+    """
+    text = all_words(error)
+    told = (x for x in reversed(_RAISED) if str(x).replace("\n", " ") in text)
+    original = next(told, None)
+    if original is not None and original is not error:
+        raise original from None
 
 
 def _known(

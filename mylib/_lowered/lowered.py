@@ -28,7 +28,7 @@ from .._compat import (
     lacks_code,
     serialized,
 )
-from .._errors import SavedProgramError, all_words, not_here
+from .._errors import SavedProgramError, not_here
 from .._placement import AnyMesh, bytes_on_each
 from ..machines import (
     WITHOUT_TRITON,
@@ -85,11 +85,9 @@ class Lowered:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
             # Most programs have no kernels, and raise nothing.
-            from .._kernels import raised_in_compiler
+            from .._kernels import raise_as_in_compiler
 
-            original = raised_in_compiler(all_words(error))
-            if original is not None:
-                raise original from None
+            raise_as_in_compiler(error)
             readable = out_of_memory(error, self._origin.arguments, self._origin.traced)
             if readable is not None:
                 raise readable from error
