@@ -1,22 +1,18 @@
-"""`python -m mylib compile module:function --machine "h100 x 64"`, `plan`, and `testing launch`."""
+"""`python -m mylib compile module:function --machine "h100 x 64"`, and `plan`."""
 
 import argparse
 import importlib
 import os
-import runpy
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from ._lines import OURS, is_of_user
-from ._plan import PlanError, plan
-from .machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
+from ._core.status import StatusLine
+from ._planning.plan import PlanError, plan
+from ._programs.machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
 
 _FUNCTION = """
 module:function, a function that is called with a mylib.machines.Machine and returns a lowered
@@ -34,27 +30,21 @@ _EXAMPLES = """
 examples:
   python -m mylib compile train:lowered --machine "v5p 4x4x8" --save step.mylib
   python -m mylib plan train:training --machine "h100 x 64" --save plan.json
-  python -m mylib testing launch -n 4 train.py
+
+To start a script in several processes: python -m mylib.testing launch -n 4 train.py
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carries out a command line, and returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["testing"]:
-        # It has options of its own, and those of the script.
-        sys.argv = ["mylib.testing", *arguments[1:]]
-        runpy.run_module("mylib.testing", run_name="__main__")
     options = _parser().parse_args(arguments)
-    with _own_errors():
-        return options.run(options)
+    return options.run(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mylib",
-        description="Compiles and plans steps of JAX for machines that you don't have, and starts "
-        "scripts in several processes.",
+        description="Compiles and plans steps of JAX for machines that you don't have.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -77,10 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--budget", type=float, default=argparse.SUPPRESS, help=about)
     command.add_argument("--save", metavar="FILE", help="where to save it, for mylib.Plan.of")
     command.set_defaults(run=_plan)
-    about = "launch: runs a script in several processes on this machine (testing launch --help)."
-    commands.add_parser(
-        "testing", help=about, usage="python -m mylib testing launch -n N script.py"
-    )
     return parser
 
 
@@ -98,20 +84,6 @@ def _called(options: argparse.Namespace) -> Any:
     if not hasattr(module, attribute):
         _parser().error(f"{name} has no function {attribute!r}")
     return getattr(module, attribute)(options.machine)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Prints errors of the user's code without the lines of this package."""
-    try:
-        yield
-    except Exception as error:
-        shown = traceback.TracebackException.from_exception(error)
-        lines = dropwhile(lambda x: not is_of_user(x.filename), shown.stack)
-        shown.stack = traceback.StackSummary(x for x in lines if not x.filename.startswith(OURS))
-        if not shown.stack:
-            raise
-        sys.exit("".join(shown.format()))
 
 
 def _machine(text: str) -> Machine:
@@ -150,7 +122,7 @@ def _compile(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     step, *args = _called(options)
     keywords = args.pop() if args and isinstance(args[-1], dict) else {}
-    given = {name: x for name, x in vars(options).items() if name in ("compile", "budget")}
+    given = {key: n for key, n in vars(options).items() if key in ("compile", "budget")}
     start = time.monotonic()
     try:
         # On terminals it writes a line of its own meanwhile.
@@ -168,22 +140,9 @@ def _plan(options: argparse.Namespace) -> int:
 @contextmanager
 def _timed(what: str) -> Iterator[None]:
     """Prints how long something took; on a terminal also that it is running."""
-    start, ended = time.monotonic(), threading.Event()
-
-    def tell() -> None:
-        while not ended.wait(1):
-            print(f"\r{time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    if sys.stderr.isatty():
-        thread.start()
-    try:
+    start = time.monotonic()
+    with StatusLine(f"not yet {what}"):
         yield
-    finally:
-        ended.set()
-        if thread.is_alive():
-            thread.join()
-            print("\r", end="", file=sys.stderr, flush=True)
     print(f"{what} in {time.monotonic() - start:.1f} s", flush=True)
 
 

@@ -85,9 +85,23 @@ def command(name: str) -> str:
     return found[0].text.strip()
 
 
+# A terminal as wide as the site.
+SITE = {"COLUMNS": "130", "NO_COLOR": "1"}
+
+
+class Terminal(io.StringIO):
+    """A standard output that is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
 def run(page: Path, write: bool = False) -> None:
     # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
     module = types.ModuleType("page")
+    os.environ.update(SITE)
     sys.modules["page"] = module
     printed = ""
     outputs: list[tuple[Block, str]] = []
@@ -99,10 +113,13 @@ def run(page: Path, write: bool = False) -> None:
         if block.language == "python" and not (block.not_run or block.test_file or block.script):
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
-            with contextlib.redirect_stdout(io.StringIO()) as out:
+            with contextlib.redirect_stdout(Terminal()) as out:
                 exec(compile(source, str(page), "exec"), module.__dict__)
             printed = out.getvalue()
             print(printed, end="")
+    if jax := sys.modules.get("jax"):
+        # A process that ends while its simulated devices wait for each other may crash, or hang.
+        jax.block_until_ready(jax.live_arrays())
     lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
     for block, said in reversed(outputs):
         lines[block.line - 1 : block.line - 1 + block.text.count("\n")] = [said]

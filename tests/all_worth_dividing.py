@@ -1,12 +1,12 @@
-"""Runs a script as Python does, with `mylib.ReplicatedWarning` also for programs of few products,
-as those of small examples are: python tests/all_worth_dividing.py SCRIPT
+"""Runs a script as Python does, with `ReplicatedWarning` also for programs of few products, as
+those of small examples are: python tests/all_worth_dividing.py SCRIPT
 """
 
 import runpy
 import sys
 from pathlib import Path
 
-from mylib._advice import replicated
+from mylib._training.advice import replicated
 
 replicated._FEW = 1
 del sys.argv[0]

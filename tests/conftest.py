@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # All are read once, when JAX starts. Of a flag given twice the last one counts, so ours go last.
@@ -25,10 +26,12 @@ os.environ["NPROC"] = "32"
 # JAX keeps of each program that it has compiled is looked through, too.
 gc.set_threshold(20_000, 20, 20)
 
+import changed_names  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from compiled import Compiled  # noqa: E402
+from progress import Progress  # noqa: E402
 
 import mylib.testing  # noqa: E402
 
@@ -40,6 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # half a file.
     if config.pluginmanager.has_plugin("cacheprovider") and not jax.distributed.is_initialized():
         config.pluginmanager.register(Compiled(config.cache), "compiled")
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.pluginmanager.register(Progress(), "progress")
 
 
 # No deadline: the first example of a shape compiles, the next ones don't.
@@ -148,6 +154,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             jax.devices("gpu")
         except RuntimeError:
             pytest.skip("needs a real GPU")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def other_libraries_are_as_before() -> Iterator[None]:
+    """After all tests, too, and so after every call of ours."""
+    before = changed_names.now()
+    yield
+    assert changed_names.now() == before
 
 
 @pytest.fixture(scope="session")

@@ -20,15 +20,14 @@ MESHES = pytest.mark.parametrize("mesh", AXES.values(), ids=AXES)
 
 def crossed(**choices: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """A test of all choices together. The last list is what the others are divided by every day: of
-    three lists any two choices meet, if it isn't the longest, and the rest is `exhaustive`; of two
-    each choice takes its turn, and the rest is `thorough`.
+    three lists any two choices meet, if it isn't the longest; of two each choice takes its turn.
+    The rest is `thorough`.
     """
-    rest = pytest.mark.exhaustive if len(choices) > 2 else pytest.mark.thorough
     named = [x if isinstance(x, Mapping) else {str(y): y for y in x} for x in choices.values()]
     cases = []
     for cell in itertools.product(*(enumerate(x) for x in named)):
         places, names = zip(*cell, strict=True)
-        marks = [rest] if sum(places) % len(named[-1]) else []
+        marks = [pytest.mark.thorough] if sum(places) % len(named[-1]) else []
         values = (x[name] for x, name in zip(named, names, strict=True))
         cases.append(pytest.param(*values, id="-".join(names), marks=marks))
     return pytest.mark.parametrize(", ".join(choices), cases)

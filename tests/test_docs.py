@@ -130,6 +130,13 @@ def test_pictures_of_placements_are_those_of_jax():
         assert tool.draw(picture) == kept.read_text(encoding="utf-8")
 
 
+def test_diagrams_are_those_of_the_tool():
+    """`python tools/draw_diagrams.py` writes them."""
+    tool = _tool("draw_diagrams")
+    for name, draw in tool.PICTURES.items():
+        assert draw() == (tool.ASSETS / name).read_text(encoding="utf-8")
+
+
 def _changed(diff: str, text: str) -> str:
     """`text` after the diff, whose parts are separated by a line of dots."""
     for part in diff.split("\n ...\n"):

@@ -147,8 +147,10 @@ def test_notebook_of_machines(machine, newcomer_env, monkeypatch):
 
 
 def _verdicts(cell):
-    """Whether programs fit, as a cell has printed it; how many bytes is for the compiler to say."""
-    said = "".join(output.get("text", "") for output in cell.get("outputs", ()))
+    """Whether programs fit, as a cell has shown it; how many bytes is for the compiler to say."""
+    outputs = cell.get("outputs", ())
+    shown = [x.get("text") or x.get("data", {}).get("text/plain", "") for x in outputs]
+    said = "\n".join(shown)
     return ["missing" in line for line in said.splitlines() if "the program needs" in line]
 
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
-from mylib._errors import StaticNumberWarning, warn
-from mylib._lines import innermost, is_of_user, line_of_caller
-from mylib._programs import line_of
-from mylib._watch.stacks import Thread
+from mylib._core.errors import StaticNumberWarning, warn
+from mylib._core.jaxprs import line_of
+from mylib._core.lines import innermost, is_of_user, line_of_caller
+from mylib._moving.watch.stacks import Thread
 
 # Next to the package, and with its name in front.
 FILE = str(Path(mylib.__file__).parent.parent / "mylib_train.py")

@@ -13,8 +13,8 @@ from example_models import FOLDER, OTHERS, PROGRAMS, TRAINED, program, size_of, 
 from scripts import printed_by
 
 import mylib
-from mylib._advice import replicated
-from mylib.contracts._text import bytes_in
+from mylib._programs.contracts.text import bytes_in
+from mylib._training.advice import replicated
 
 _ROOT = Path(__file__).resolve().parent.parent
 slow, thorough = pytest.mark.slow, pytest.mark.thorough

@@ -3,8 +3,8 @@
 import warnings
 
 import mylib
-from mylib._advice import about_misread
-from mylib._known_faults import MISREAD
+from mylib._core.known_faults import MISREAD
+from mylib._training.advice import about_misread
 
 
 def told(platform, flags=""):

@@ -1,6 +1,5 @@
 """`ReplicatedWarning`: all devices compute the same."""
 
-import re
 import warnings
 
 import equinox as eqx
@@ -11,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._advice import replicated
-from mylib._jit import dispatcher
-from mylib._products import Products, products_in
+from mylib._core.products import Products, products_in
+from mylib._training.advice import replicated
+from mylib._training.jit import dispatcher
 
 MESH = mylib.make_mesh(data=8)
 ROWS = mylib.rules.batch("data")
@@ -61,7 +60,7 @@ def told(f, *args):
         warnings.simplefilter("always")
         for _ in range(2):
             f(*args)
-    return [str(w.message) for w in caught if w.category is mylib.ReplicatedWarning]
+    return [str(w.message) for w in caught if w.category is mylib.errors.ReplicatedWarning]
 
 
 def told_once(f):
@@ -69,7 +68,7 @@ def told_once(f):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         f(model, BATCH)
-    return [w for w in caught if w.category is mylib.ReplicatedWarning]
+    return [w for w in caught if w.category is mylib.errors.ReplicatedWarning]
 
 
 class TestIsTold:
@@ -105,60 +104,6 @@ class TestIsTold:
         model = model_at(P())
         assert len(told(f, model, BATCH)) == 1
         assert told(f, model, BATCH[:32]) == []
-
-
-class TestLoopOverRows:
-    """XLA can't divide what a loop goes over, so it gathers the rows, and each device has all."""
-
-    ROWS = np.ones((64, 256), np.float32)
-    WEIGHT = np.ones((256, 256), np.float32)
-    TEXT = "all 8 devices run all iterations of the loop at .*, as it goes over the sharded rows of"
-
-    @staticmethod
-    def rows(weight, x):
-        return jax.lax.map(lambda row: jnp.tanh(row @ weight) @ weight, x, batch_size=4)
-
-    @classmethod
-    def mapped(cls, weight, x):
-        specs = (P(), P("data"))
-        return mylib.filter_shard_map(cls.rows, mesh=MESH, in_specs=specs, out_specs=P("data"))(
-            weight, x
-        )
-
-    @staticmethod
-    def steps(rows):
-        def step(weight, x):
-            return jax.grad(lambda w: jnp.sum(rows(w, jnp.sin(x)) ** 2))(weight)
-
-        return {"forward": lambda weight, x: rows(weight, x), "step": step}
-
-    @pytest.mark.parametrize("name", ["forward", "step"])
-    def test_is_told_and_what_it_says_helps(self, name):
-        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
-        weight = mylib.filter_shard(self.WEIGHT, P(), mesh=MESH)
-        loop = mylib.filter_jit(self.steps(self.rows)[name])
-        better = mylib.filter_jit(self.steps(self.mapped)[name])
-        (text,) = told(loop, weight, x)
-        assert re.search(self.TEXT + " x, which XLA gathers", text)
-        assert "mylib.filter_shard_map(fun, in_specs=P('data'), out_specs=P('data'))" in text
-        assert told(better, weight, x) == []
-        assert mylib.audit(better, weight, x).share == pytest.approx(1 / 8)
-        np.testing.assert_allclose(loop(weight, x), better(weight, x), rtol=1e-4)
-
-    def test_is_told_where_no_argument_is_whole(self):
-        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
-        (text,) = told(mylib.filter_jit(lambda x: self.rows(self.WEIGHT[:, ::-1], x)), x)
-        assert re.search(self.TEXT, text)
-
-    def test_of_layers_is_not_told(self):
-        """XLA divides each layer."""
-        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
-        weights = mylib.filter_shard(np.ones((64, 256, 256), np.float32), P(), mesh=MESH)
-
-        def layers(weights, x):
-            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
-
-        assert told(mylib.filter_jit(layers), weights, x) == []
 
 
 class TestIsNotTold:

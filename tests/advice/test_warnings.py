@@ -62,13 +62,13 @@ def replicate():
 
 
 CASES = {
-    mylib.CapturedArrayWarning: capture,
-    mylib.DonationWarning: donate,
-    mylib.PlacementWarning: place,
-    mylib.PrefetchWarning: prefetch,
-    mylib.RecompilationWarning: recompile,
-    mylib.ReplicatedWarning: replicate,
-    mylib.StaticNumberWarning: count,
+    mylib.errors.CapturedArrayWarning: capture,
+    mylib.errors.DonationWarning: donate,
+    mylib.errors.PlacementWarning: place,
+    mylib.errors.PrefetchWarning: prefetch,
+    mylib.errors.RecompilationWarning: recompile,
+    mylib.errors.ReplicatedWarning: replicate,
+    mylib.errors.StaticNumberWarning: count,
 }
 
 
@@ -98,7 +98,7 @@ def test_every_warning_has_a_category():
     for path in Path(mylib.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                assert path.parent.name == "_compat" or path.name == "_errors.py", path
+                assert path.parent.name == "compat" or path.name == "errors.py", path
 
 
 class TestOptions:
@@ -171,32 +171,3 @@ class TestOptions:
             if name not in taken:
                 with pytest.raises(TypeError, match=f"{name!r}: "):
                     mylib.filter_jit(lambda x: x, **{name: None})
-
-
-class TestOrder:
-    MODEL = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-
-    def step(self, placement):
-        return mylib.filter_jit(
-            lambda batch, model: (batch, model), in_shardings=placement, mesh=MESH
-        )
-
-    def test_a_model_that_is_given_as_a_batch(self):
-        step = self.step({"batch": P("data")})
-        with pytest.warns(mylib.WrongArgumentWarning) as caught:
-            for _ in range(2):
-                step(self.MODEL, jnp.ones((8, 8)))
-        (warning,) = caught
-        assert "<lambda> is given a MLP as batch" in str(warning.message)
-        assert "another order than the parameters? It was given (batch: MLP, model:" in str(
-            warning.message
-        )
-        assert warning.filename == __file__
-
-    @pytest.mark.parametrize(
-        "placement", [{"batch": mylib.rules.fsdp("data")}, {"model": P("data")}, P("data"), None]
-    )
-    def test_other_placements_are_for_models(self, placement):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", mylib.WrongArgumentWarning)
-            self.step(placement)(self.MODEL, self.MODEL)

@@ -134,5 +134,4 @@ PROGRAMS = {
         (_IMAGE, ((3, 3, 1, 64), BF16)),
         3 * 2 * 8 * _TAPS**2 * 64,
     ),
-    "cholesky": Program(jnp.linalg.cholesky, (((512, 512), "float32"),), 512**3 // 3, "float32"),
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mylib
-from mylib._audit.peak import peak_of
+from mylib._programs.audit.peak import peak_of
 
 TEXTS = Path(__file__).parent / "texts"
 NAMES = (
@@ -130,7 +130,7 @@ def told(text: str) -> dict[str, Any]:
     report = mylib.audit(text)
     graph = report.flow.graph
     module, memory = report.flow.module, None
-    with contextlib.suppress(mylib.AuditError):
+    with contextlib.suppress(mylib.errors.AuditError):
         memory = peak_of(module).bytes
     fields: dict[str, Any] = {
         "name": report.name,
@@ -144,8 +144,9 @@ def told(text: str) -> dict[str, Any]:
         "donated": module.donated,
         "count": len(report.collectives),
         "results": [tuple(graph.sources_in(mark.any)) for mark in graph.results],
+        "arrays": [tuple(graph.sources_in(mark.arrays)) for mark in graph.results],
         "products": [tuple(graph.sources_in(mark.product)) for mark in graph.results],
-        "into": sorted((k, v.any, v.near) for k, v in graph.into.items()),
+        "into": sorted((k, v.any, v.near, v.arrays) for k, v in graph.into.items()),
         "behind": sorted((k, v.product) for k, v in graph.into.items()),
         "unnamed": sorted(graph.unnamed.values()),
         "uses": sorted((k, sorted(v)) for k, v in graph.uses.items()),
@@ -162,7 +163,7 @@ def judge(right: dict[str, Any], mutation: Mutation) -> tuple[str, str]:
     """`"equal"`, `"unknown"`, `"error"`, `"valid"`, `"crash"` or `"wrong"`, and what differs."""
     try:
         found = told(mutation.text)
-    except mylib.AuditError:
+    except mylib.errors.AuditError:
         return "error", ""
     except Exception as error:
         return "crash", f"{type(error).__name__}: {error}"[:100]

@@ -197,7 +197,7 @@ def axes_of(line: Line, axes: dict[str, int]) -> tuple[str, ...]:
     return tuple(name if whole or is_pair else f"~{name}" for name in differ)
 
 
-def faults_of(report: mylib.Report, text: str) -> list[str]:
+def faults_of(report: mylib.results.Report, text: str) -> list[str]:
     """Where a report differs from its program's text."""
     axes, lines = report.axes, lines_of(text)
     counted, told = collections.Counter[Any](), collections.Counter[Any]()

@@ -12,6 +12,8 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from models import Block, Transformer
+from terminals import terminal
 
 import mylib
 
@@ -359,8 +361,21 @@ class TestGradients:
         assert found == {(("data",), "table"), (("data",), "up")}
         assert any(c.phase == "backward" and c.axes == ("model",) for c in sums)
 
-    def test_what_is_not_updated_has_no_path(self):
-        found, report = self.gradients(jax.grad(pairs), self.MODEL, self.X)
+    @pytest.mark.parametrize("gradient", [jax.grad, jax.value_and_grad])
+    def test_that_are_returned(self, gradient):
+        """A result at the path of an argument, or of the shape of the only one, is its gradient."""
+        found, report = self.gradients(gradient(pairs), self.MODEL, self.X)
+        assert found == self.PATHS and "gradient of model['layers'][0..1]" in str(report)
+        one = known.abstract(ONE, P(), (64, 64))
+        assert self.gradients(gradient(lambda w, x: jnp.mean((x @ w) ** 2)), one, self.X)[0] == (
+            "w",
+        )
+
+    def test_of_one_of_two_alike_has_no_path(self):
+        def loss(student, teacher, x):
+            return jnp.mean((pairs(student, x) - pairs(teacher, x)) ** 2)
+
+        found, report = self.gradients(jax.grad(loss), self.MODEL, self.MODEL, self.X)
         assert found == () and report.count("all-reduce", "data") >= 1
 
 
@@ -451,7 +466,7 @@ class TestMemory:
 def test_a_machine_without_a_data_sheet_is_described():
     here = mylib.machines.here()
     report = mylib.audit(jax.jit(jnp.dot), *[np.ones((64, 64), np.float32)] * 2)
-    told = "cpu x 8: .* memory bandwidth and rates of products are unknown. .*machine.chip, memory_"
+    told = "cpu: the rate of float32 on its data sheet is unknown. .*machine.chip, memory_"
     with pytest.raises(ValueError, match=told):
         report.estimate(here)
     chip = dataclasses.replace(here.chip, memory_bandwidth=50e9, flops={"float32": 1e12})
@@ -474,6 +489,42 @@ class TestPrinting:
         assert gathers.split()[:3] == ["3", "all-gather", "data"]
         assert "model[0..2]" in gathers and line_of(loss, "x @ w") in gathers
         assert repr(report) == text
+
+    def test_a_transformer_on_one_screen(self, monkeypatch):
+        """Of a narrow terminal: nothing but what is alike is folded."""
+        optim = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+        model = eqx.filter_eval_shape(
+            lambda key: Transformer(128, 512, 8, 256, depth=3, key=key), jax.random.key(0)
+        )
+        state = eqx.filter_eval_shape(lambda m: optim.init(eqx.filter(m, eqx.is_array)), model)
+        kept = mylib.rules.fsdp("data")
+
+        @mylib.filter_jit(in_shardings=(kept, kept, P("data")), out_shardings=kept, mesh=ONE)
+        def step(model, state, tokens):
+            def loss(model):
+                model = mylib.fully_shard(model, Block, kept, mesh=ONE, dtype=jnp.bfloat16)
+                scores = jax.nn.log_softmax(jax.vmap(model)(tokens))
+                return -jnp.mean(jnp.take_along_axis(scores, tokens[..., None], -1))
+
+            arrays = eqx.filter(model, eqx.is_array)
+            updates, new = optim.update(eqx.filter_grad(loss)(model), state, arrays)
+            return eqx.apply_updates(model, updates), new
+
+        report = mylib.audit(step, model, state, jax.ShapeDtypeStruct((64, 8), jnp.int32))
+        assert "model.layers[0..2].attention.{query, key, value, output}_proj.weight" in str(report)
+        with terminal(monkeypatch, 100):
+            screen = repr(report).splitlines()
+        assert len(screen) <= 40 and max(map(len, screen)) <= 100
+        with terminal(monkeypatch, 80):
+            lines = repr(report).splitlines()
+        assert lines[2].split() == ["times", "bytes", "sent", "what", "line"]
+        assert max(map(len, lines)) <= 80
+        text = " ".join(" ".join(screen).split())
+        assert "names without their first word are of model" in text
+        assert "of f32 over data, inserted, forward, recomputed:" in text
+        rows = screen[: next(i for i, line in enumerate(screen) if "in a call" in line)]
+        times = [int(line[:6]) for line in rows if line[:6].strip().isdigit()]
+        assert sum(times) == report.count()
 
     def test_nothing(self):
         report = mylib.audit(jnp.sin, known.abstract(ONE, P("data"), (8, 4)))

@@ -10,10 +10,10 @@ import steps
 
 import mylib
 from mylib import machines
-from mylib._audit.links import Message
-from mylib._audit.moments import Begin, End
-from mylib._audit.roofline import estimate
-from mylib._audit.work import Loop, Operation, Work
+from mylib._programs.audit.links import Message
+from mylib._programs.audit.moments import Begin, End
+from mylib._programs.audit.roofline import estimate
+from mylib._programs.audit.work import Loop, Operation, Work
 
 ONE = machines.gpu("h100", devices_per_host=1)
 EIGHT = machines.gpu("h100")
@@ -114,6 +114,22 @@ def test_rates(chip, dtype, rate):
     assert found.parts["compute"] == pytest.approx(1e15 * chip.devices / rate / reached)
 
 
+@pytest.mark.parametrize("rate", [float("nan"), -1.0, float("inf")])
+def test_rates_that_are_none(rate):
+    machine = machines.gpu("h100")
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    report = mylib.audit(mylib.filter_jit(lambda x: x @ x), x)
+    for field in {"memory_bandwidth": rate}, {"flops": {"float32": rate}}:
+        wrong = dataclasses.replace(machine, chip=dataclasses.replace(machine.chip, **field))
+        with pytest.raises(ValueError, match=f"data sheet is {rate}. Pass"):
+            report.estimate(wrong)
+
+
+def test_hosts_of_another_number_than_the_shape():
+    with pytest.raises(ValueError, match="write hosts=1 for shape="):
+        machines.Machine(machines.CHIPS["h100"], hosts=3, shape=(1, 8))
+
+
 def test_kernels_reach_less_than_products():
     chip = machines.CHIPS["v5e"]
     machine = machines.Machine(chip, 1, (1, 1))
@@ -158,7 +174,9 @@ def test_products_without_a_rate():
     found = estimate(some, [], {}, ONE)
     assert found.seconds == pytest.approx(1, rel=1e-3)
     assert "complex64, without a rate" in repr(found)
-    with pytest.raises(ValueError, match="h100 has no rate for complex64"):
+    with pytest.raises(
+        ValueError, match="h100: the rate of complex64 on its data sheet is unknown"
+    ):
         estimate(work((1, (("complex64", 1),), 0)), [], {}, ONE)
 
 

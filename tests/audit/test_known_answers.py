@@ -13,7 +13,7 @@ import mylib
 CASES = [case for case in known.cases(jax.devices()) if "cpu" not in case.without]
 
 
-def answer_of(report: mylib.Report) -> known.Answer:
+def answer_of(report: mylib.results.Report) -> known.Answer:
     return sorted((c.kind, c.axes, c.bytes, c.times) for c in report.collectives)
 
 
@@ -49,7 +49,7 @@ def test_unknown_trips_are_no_number():
         mesh, P("d"), lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: lax.psum(x, "d"), x)
     )
     report = mylib.audit(jax.jit(grow), x)
-    with pytest.raises(mylib.AuditError, match="unknown how often the all-reduce"):
+    with pytest.raises(mylib.errors.AuditError, match="unknown how often the all-reduce"):
         report.count("all-reduce")
     assert report.count("all-gather") == 0
     assert "in a call, and 1 collective runs an unknown number of times" in str(report)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mylib import machines
-from mylib._audit.links import Message, seconds
-from mylib.machines import coordinates
+from mylib._programs.audit.links import Message, seconds
+from mylib._programs.machines import coordinates
 
 GB = 1e9
 

@@ -7,7 +7,7 @@ import importlib
 import _pages
 import pytest
 
-from mylib._audit.roofline import estimate
+from mylib._programs.audit.roofline import estimate
 from mylib.machines import CHIPS
 
 

@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import lapack
 
 import mylib
-from mylib._audit.dataflow import Source, graph_of
-from mylib._audit.groups import MeshAxes, groups_of, pairs_of
-from mylib._audit.hlo import HloModule, arrays_of
-from mylib._audit.positions import positions
-from mylib._audit.targets import TARGETS
-from mylib._audit.values import Value, before
+from mylib._programs.audit.dataflow import Source
+from mylib._programs.audit.groups import MeshAxes, groups_of, pairs_of
+from mylib._programs.audit.hlo import HloModule, arrays_of
+from mylib._programs.audit.positions import positions
+from mylib._programs.audit.targets import TARGETS
+from mylib._programs.audit.values import Value, before
+from mylib._programs.audit.walk import graph_of
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_spellings_of_groups(text, groups):
     ],
 )
 def test_groups_that_are_not_understood(text):
-    with pytest.raises(mylib.AuditError, match="replica_groups"):
+    with pytest.raises(mylib.errors.AuditError, match="replica_groups"):
         groups_of(text, 4)
 
 
 def test_pairs():
     assert pairs_of("{{0,1},{1,0},{2,2}}", 4).tolist() == [[0, 1], [1, 0], [2, 2]]
-    with pytest.raises(mylib.AuditError, match="source_target_pairs"):
+    with pytest.raises(mylib.errors.AuditError, match="source_target_pairs"):
         pairs_of("{{0,1},{1,9}}", 4)
 
 
@@ -86,7 +87,7 @@ def test_types():
     assert (a.dtype, a.shape, a.bytes) == ("bf16", (4, 256), 2048)
     assert [x.bytes for x in arrays_of("(f32[2]{0}, /*index=1*/pred[], s4[3])")] == [8, 1, 2]
     assert arrays_of("f8e4m3fn[16]")[0].bytes == 16
-    with pytest.raises(mylib.AuditError, match="'x7'"):
+    with pytest.raises(mylib.errors.AuditError, match="'x7'"):
         _ = arrays_of("x7[2]")[0].bytes
 
 
@@ -122,9 +123,9 @@ def test_text_without_a_mesh():
     )
     report = mylib.audit(unnamed)
     assert report.collectives[0].axes is None and report.count("all-reduce") == 3
-    with pytest.raises(mylib.AuditError, match="Pass mesh="):
+    with pytest.raises(mylib.errors.AuditError, match="Pass mesh="):
         report.count("all-reduce", "d")
-    with pytest.raises(mylib.AuditError, match="runs on 8 devices, and the mesh"):
+    with pytest.raises(mylib.errors.AuditError, match="runs on 8 devices, and the mesh"):
         mylib.audit(TEXT, mesh=known.mesh_of(jax.devices(), (4,), ("d",)))
 
 
@@ -163,13 +164,13 @@ _DAMAGES = {
 def test_damaged_text_is_an_error(damage):
     damaged = _DAMAGES[damage](TEXT)
     assert damaged != TEXT
-    with pytest.raises(mylib.AuditError):
+    with pytest.raises(mylib.errors.AuditError):
         mylib.audit(damaged, mesh=MESH)
 
 
 def test_calls_that_are_said_to_stay_local():
     called = _DAMAGES["an unknown call"](TEXT)
-    with pytest.raises(mylib.AuditError, match="is called by nothing that is understood"):
+    with pytest.raises(mylib.errors.AuditError, match="is called by nothing that is understood"):
         mylib.audit(called, mesh=MESH, local=("my_kernel",))  # the sum of the all-reduce is left
     (sum_,) = re.findall(r"to_apply=(%[\w.]+)", TEXT)
     name = 'custom_call_target="my_kernel"'
@@ -185,7 +186,7 @@ def test_a_lost_line_is_never_a_smaller_number(number, cut):
     left = lines[:number] if cut else lines[:number] + lines[number + 1 :]
     try:
         report = mylib.audit("\n".join(left), mesh=MESH)
-    except mylib.AuditError:
+    except mylib.errors.AuditError:
         return
     assert [c.times for c in report.collectives] in ([3], [None])
 
@@ -194,9 +195,7 @@ def test_elements_of_tuples_in_the_short_form_of_dumps():
     """`%while.1#0` in place of a get-tuple-element: it isn't the whole tuple."""
     short = re.sub(r"%[\w.\-]*get-tuple-element[\w.\-]*(?=[,)])", "%while.1#0", TEXT)
     assert short != TEXT
-    with pytest.raises(
-        mylib.AuditError, match=r"uses %while.1#0, an element of a tuple, .*as_text"
-    ):
+    with pytest.raises(mylib.errors.AuditError, match=r"uses %while.1#0, which is not in the text"):
         mylib.audit(short, mesh=MESH)
 
 
@@ -309,7 +308,7 @@ def test_metadata_of_a_kernel_spans_lines():
     assert (only.kind, only.bytes) == ("all-gather", 256)
     (kernel,) = [x for x in HloModule(text).entry.instructions if x.opcode == "custom-call"]
     assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
-    with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
+    with pytest.raises(mylib.errors.AuditError, match="a bracket is not closed: %k = "):
         mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
 
 
@@ -324,7 +323,9 @@ def calling(target: str) -> str:
     + ["lapack_spotrf_ffi_mp", "__cublas$lt$matmulAllReduce", "Sharding2", "mosaic_gpu_v2", ""],
 )
 def test_calls_whose_names_only_begin_like_known_ones_are_errors(target):
-    with pytest.raises(mylib.AuditError, match=re.escape(f"calls {target!r}, which is not in the")):
+    with pytest.raises(
+        mylib.errors.AuditError, match=re.escape(f"calls {target!r}, which is not in the")
+    ):
         mylib.audit(calling(target), mesh=MESH)
     if target:
         assert mylib.audit(calling(target), mesh=MESH, local=[target]).collectives == ()
@@ -340,7 +341,7 @@ def test_calls_that_are_known_by_their_names(target):
 
 
 def test_all_that_jax_registers_for_cpus_is_known():
-    """If one is missing that stays on its device, add it to `_audit/targets.py`."""
+    """If one is missing that stays on its device, add it to `audit/targets.py`."""
     registered = {name for name, *_ in lapack.registrations()["cpu"]}
     assert len(registered) > 50 and registered <= TARGETS.keys()
 
@@ -363,7 +364,7 @@ def test_send_and_receive():
     assert [flow.array(bit).shape for bit in flow.graph.into] == [(8,)]
     to_host = text.replace("send(%x, %t),", "send(%x, %t), is_host_transfer=true,")
     assert mylib.audit(to_host, mesh=MESH).collectives == ()
-    with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
+    with pytest.raises(mylib.errors.AuditError, match="which devices it moves data between"):
         mylib.audit(re.sub(r", frontend_attributes=.*", "", text), mesh=MESH)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mylib
-from mylib._audit.moments import Begin, End
-from mylib._audit.work import Loop, Operation
+from mylib._programs.audit.moments import Begin, End
+from mylib._programs.audit.work import Loop, Operation
 
 TEXTS = sorted((Path(__file__).parent / "texts").glob("*.hlo.gz"))
 

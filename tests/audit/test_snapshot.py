@@ -12,7 +12,7 @@ from mylib.testing import check_snapshot
 ONE = known.mesh_of(jax.devices(), (8,), ("data",))
 
 
-def report_of(spec: P) -> mylib.Report:
+def report_of(spec: P) -> mylib.results.Report:
     w, x = known.abstract(ONE, spec, (64, 64)), known.abstract(ONE, P("data"), (4096, 64))
     return mylib.audit(jax.jit(lambda w, x: jnp.tanh(x @ w)), w, x)
 

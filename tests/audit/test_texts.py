@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 
 import mylib
 from mylib import contracts
-from mylib._audit.hlo import HloModule
-from mylib._audit.peak import peak_of
+from mylib._programs.audit.hlo import HloModule
+from mylib._programs.audit.peak import peak_of
 
 TEXTS = Path(__file__).parent / "texts"
 MIB = 2**20
@@ -21,11 +21,13 @@ ONE = AbstractMesh((8,), ("data",))
 TWO = AbstractMesh((4, 2), ("data", "model"))
 
 
-def read(name: str, mesh: AbstractMesh = ONE) -> mylib.Report:
+def read(name: str, mesh: AbstractMesh = ONE) -> mylib.results.Report:
     return mylib.audit(gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode(), mesh=mesh)
 
 
-def answer_of(report: mylib.Report) -> list[tuple[str, tuple[str, ...] | None, int, int | None]]:
+def answer_of(
+    report: mylib.results.Report,
+) -> list[tuple[str, tuple[str, ...] | None, int, int | None]]:
     return sorted((c.kind, c.axes, c.bytes, c.times) for c in report.collectives)
 
 

@@ -23,8 +23,18 @@ from mylib import contracts
 from mylib.contracts import Contract
 from mylib.rules import Rule, by_axes, by_path, fsdp as divided, like, replicated
 
-WIDTH, HIDDEN, HEADS, VOCAB, LENGTH, ROWS = 32, 64, 4, 64, 8, 32
+WIDTH, HIDDEN, HEADS, VOCAB, LENGTH, ROWS = 32, 64, 4, 64, 8, 64
 KEPT = divided("data", min_size=128)
+
+
+def _through(layers: Any, x: Array) -> Array:
+    """Layers in a list, or stacked."""
+    if isinstance(layers, list):
+        for layer in layers:
+            x = layer(x)
+        return x
+    arrays, rest = eqx.partition(layers, eqx.is_array)
+    return jax.lax.scan(lambda x, a: (eqx.combine(a, rest)(x), None), x, arrays)[0]
 
 
 class Gpt(Transformer):
@@ -66,6 +76,42 @@ class Adapted(eqx.Module):
         return x + jnp.tanh(x @ self.up + x @ self.first @ self.second) @ self.down
 
 
+class Pair(eqx.Module):
+    """Two products with biases, and a norm before them."""
+
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, n: int, *, key: Any):
+        keys = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(n)
+        self.up = eqx.nn.Linear(n, 2 * n, key=keys[0])
+        self.down = eqx.nn.Linear(2 * n, n, key=keys[1])
+
+    def __call__(self, x: Array) -> Array:
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class Vision(eqx.Module):
+    """Images, whose patches are the tokens of blocks."""
+
+    patches: eqx.nn.Conv2d
+    layers: list[Block] | Block
+    head: eqx.nn.Linear
+
+    def __init__(self, stacked: bool, *, key: Any):
+        keys = jax.random.split(key, 3)
+        self.patches = eqx.nn.Conv2d(8, WIDTH, 4, 4, key=keys[0])
+        blocks = Transformer(WIDTH, HIDDEN, HEADS, VOCAB, 2, scanned=stacked, key=keys[1])
+        self.layers = blocks.layers
+        self.head = eqx.nn.Linear(WIDTH, VOCAB, key=keys[2])
+
+    def __call__(self, image: Array) -> Array:
+        x = self.patches(image).reshape(WIDTH, -1).T
+        return self.head(jnp.mean(_through(self.layers, x), axis=0))
+
+
 class Experts(eqx.Module):
     """Each example is computed by all experts, weighed by a router."""
 
@@ -102,12 +148,7 @@ class Deep(eqx.Module):
         self.head = eqx.nn.Linear(WIDTH, VOCAB, key=keys[2])
 
     def __call__(self, x: Array) -> Array:
-        if isinstance(self.inner, list):
-            for layer in self.inner:
-                x = layer(x)
-        else:
-            x, _ = jax.lax.scan(lambda x, layer: (layer(x), None), x, self.inner)
-        return self.head(x)
+        return self.head(_through(self.inner, x))
 
 
 class Convolutions(eqx.Module):
@@ -194,6 +235,19 @@ MODELS = {
         lambda m: m.convs[1].weight,
         shape=(8, 8, 8),
     ),
+    "mlp": Kind(
+        lambda s, k: Deep(Pair, s, key=k),
+        Pair,
+        lambda s: _pair(s, **{"up.weight": P("model"), "down.weight": P(None, "model")}),
+        lambda m: _layer(m).up.weight,
+    ),
+    "vision": Kind(
+        lambda s, k: Vision(s, key=k),
+        Block,
+        lambda s: by_path({"head.*": P("model"), "patches.weight": P(None, "model")}) | _BLOCKS,
+        lambda m: _layer(m).up.weight,
+        shape=(8, 8, 8),
+    ),
 }
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
@@ -268,7 +322,7 @@ class Step:
             return [contracts.fsdp("data", **some), whole]
         return [contracts.fsdp("data", **some)]
 
-    def audit(self, devices: list[Any]) -> mylib.Report:
+    def audit(self, devices: list[Any]) -> mylib.results.Report:
         return mylib.audit(*_Made(self, self.mesh(devices)).lowered())
 
     def guilty(self) -> str:

@@ -13,12 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._belongs import Owners, owner_by_flow, places_of
-from mylib._matrices.belongs import belonging
-from mylib._plan.replaced import Replaced
-from mylib._plan.trace import PlannedStep, trace
-from mylib._tree import parts_in
-from mylib.contracts._roles import Roles
+from mylib._core.belongs import Owners, owner_by_flow, places_of
+from mylib._core.tree import parts_in
+from mylib._planning.plan.replaced import Replaced
+from mylib._planning.plan.trace import PlannedStep, trace
+from mylib._programs.contracts.roles import Roles
+from mylib._training.matrices.belongs import belonging
 
 WEIGHTS = ".layers[0].weight", ".layers[1].weight", ".weight", "[0].layers[0].weight"
 

@@ -84,13 +84,13 @@ def losses(example: Path) -> str:
 
 MEMBERS = """
 import jax, pytest
-from mylib.testing import all_equal
+from mylib.testing import gather
 
 pytestmark = pytest.mark.multihost
 
 def test_passes():
     assert jax.process_count() == 2
-    all_equal("the same")
+    assert gather("the same") == ["the same"] * 2
 
 def test_fails_in_one():
     assert jax.process_index() == 0

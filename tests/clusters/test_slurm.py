@@ -34,18 +34,6 @@ def test_a_pipeline(slurm: Slurm, example):
     assert done.stdout.count(losses) == 1, done.stdout
 
 
-def test_what_launch_prints(slurm: Slurm, example, losses):
-    """A script that runs on a laptop is started by this command on the cluster."""
-    launch = [sys.executable, "-m", "mylib.testing", "launch", "-n2", "--devices-per-process=4"]
-    printed = slurm.run(*launch, "--print=slurm", str(example)).stdout.strip()
-    assert printed.startswith("srun --ntasks=2 --kill-on-bad-exit=1 env JAX_PLATFORMS=cpu ")
-    folder = str(Path(sys.executable).parent)
-    env = {"JAX_NUM_CPU_DEVICES": "1", "PATH": f"{folder}:{slurm.env['PATH']}"}
-    done = slurm.run("bash", "-c", printed, env=env)
-    assert done.returncode == 0, done.stdout
-    assert losses in done.stdout
-
-
 def test_the_script_for_gpus(slurm: Slurm, example, losses, tmp_path):
     """With one task on each node instead of eight, and without the GPUs, which are not here."""
     shutil.copy(example, tmp_path / "train.py")

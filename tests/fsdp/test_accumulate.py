@@ -99,6 +99,30 @@ def test_dtypes():
         assert 1e-4 < np.abs(found - expected).max() / np.abs(expected).max() < rtol
 
 
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"send_dtype": jnp.int8}], ids=str)
+@pytest.mark.parametrize("types", [AUTO, EXPLICIT], ids=lambda t: t.name)
+def test_a_loss_with_fully_shard_gathers_only_once(types, options):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(types,))
+    kept = fsdp("data", min_size=64)
+
+    def sharded(layers, batch):
+        return loss(mylib.fully_shard(layers, Block, kept, **options), batch)
+
+    def run(layers, batch):
+        return mylib.accumulate(sharded, layers, batch, kept, pieces=2)
+
+    with jax.set_mesh(mesh):
+        run = mylib.filter_jit(run, in_shardings=(kept, P("data")), out_shardings=(None, kept))
+        layers = mylib.filter_shard(LAYERS, kept)
+        found = run(layers, BATCH)
+        report = mylib.audit(run, layers, BATCH)
+    assert report.count("all-gather") == 2 * DEPTH
+    assert not [c for c in report.collectives if c.loops]
+    expected = eqx.filter_value_and_grad(loss)(LAYERS, BATCH)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
 def test_what_is_refused():
     for options, reason in [
         ({"mesh": GRID, "axes": AXES, "pieces": 3}, r"(?s)can't be divided into 12.*\[0\]"),

@@ -203,7 +203,7 @@ def one_gather(mesh):
 @pytest.mark.compilers
 @pytest.mark.compiles_for("v5p 4x4x4", "v5p 2x4x4", "v5e 8x8")
 def test_where_one_gather_is_an_all_reduce(machine):
-    """If this fails for v5p 4x4x4, mylib/_fsdp/torus.py is no longer needed; if it fails for
+    """If this fails for v5p 4x4x4, fsdp/torus.py is no longer needed; if it fails for
     another, that file has to know of it.
     """
     (collective,) = one_gather(machine.mesh(data=-1)).collectives

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mylib
-from mylib._fsdp.kernel_axes import LayerAxes
-from mylib._kernels import Splits
-from mylib._tree import outlined, split
+from mylib._core.kernels import Splits
+from mylib._core.tree import outlined, split
+from mylib._training.fsdp.kernel_axes import LayerAxes
 from mylib.rules import by_path, fsdp, replicated
 
 KEY = jax.random.key(0)

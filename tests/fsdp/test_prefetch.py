@@ -1,5 +1,6 @@
 """`fully_shard(prefetch=...)`: layers that gather their weights while earlier ones compute."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -384,7 +385,7 @@ def test_each_layer_in_a_program_of_its_own(transform):
     def value(layers, x):
         return each_alone(transform, layers, x)
 
-    with pytest.warns(mylib.PrefetchWarning, match="no effect across transformations"):
+    with pytest.warns(mylib.errors.PrefetchWarning, match="no effect across transformations"):
         verify(value, LAYERS, X, AUTO, prefetch=1)
 
 
@@ -415,7 +416,7 @@ def traced_twice(layers, x):
         pytest.param(traced_twice, id="traced_twice", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.filterwarnings("error::mylib.PrefetchWarning")
+@pytest.mark.filterwarnings("error::mylib.errors.PrefetchWarning")
 def test_any_number_of_calls(model):
     def value(layers, x):
         return jnp.mean(model(layers, x) ** 2)
@@ -653,3 +654,30 @@ def test_programs(machine):
     assert share == 0 and larger_share >= 0.5
     assert more_memory <= memory + WEIGHTS
     assert as_much <= 1.01 * sent
+
+
+@pytest.mark.parametrize("tangents", [P(), P(None, "data")], ids=["whole", "split"])
+def test_tangents_that_are_split_otherwise_than_weights(tangents):
+    """Products with the Hessian, several at once, on Explicit axes."""
+    mesh = jax.make_mesh(
+        (4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    w, x = jnp.arange(64.0).reshape(8, 8) / 64, jnp.arange(32.0).reshape(4, 8) / 32
+    several = jnp.arange(192.0).reshape(3, 8, 8) / 192
+
+    def products(w, x, several, wrap):
+        layer = eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))
+
+        def loss(w):
+            return jnp.mean(jax.vmap(wrap(eqx.tree_at(lambda m: m.weight, layer, w)))(x) ** 3)
+
+        return jax.vmap(lambda v: jax.jvp(jax.grad(loss), (w,), (v,))[1])(several)
+
+    def sharded(layer):
+        return mylib.fully_shard(layer, eqx.nn.Linear, P("data"), prefetch=1)
+
+    with jax.set_mesh(mesh):
+        placed = mylib.filter_shard((w, x, several), (P("data"), P("model"), tangents))
+        found = mylib.filter_jit(functools.partial(products, wrap=sharded))(*placed)
+    expected = jax.jit(functools.partial(products, wrap=lambda m: m))(w, x, several)
+    np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -235,7 +235,7 @@ def test_explicit_axes(stacked, spec):
     "saved, reason, instead",
     [
         (P("data", "modle"), "has no axis 'modle'", "did you mean 'model'?"),
-        (P("data"), "`used` splits weights over 'model', and `saved` splits nothing", "'model'"),
+        (P("data"), "by which `used` splits weights: 'model'", "name one of them"),
         (
             P("data", None, None, "model"),
             "the spec has 4 entries, for an array of rank 3",
@@ -267,7 +267,7 @@ def test_a_length_that_the_axes_do_not_divide_is_refused():
 
 @pytest.mark.parametrize("used", [None, replicated()], ids=["None", "replicated"])
 def test_without_tensor_parallelism_it_is_refused(used):
-    with pytest.raises(mylib.PlacementError, match="`used` splits no weights"):
+    with pytest.raises(mylib.PlacementError, match="`used` splits weights: none"):
         step(loss_of, BATCH, used=used)(*placed(LISTED))
 
 
@@ -280,5 +280,5 @@ def test_a_layer_called_by_keywords_is_refused():
 
 
 def test_nothing_to_save_without_a_checkpoint():
-    with pytest.raises(TypeError, match="saved= has no effect with checkpoint=False"):
+    with pytest.raises(TypeError, match="checkpoint=False can't be combined with saved="):
         mylib.fully_shard(LISTED, Block, KEPT, TENSOR, mesh=AUTO, saved=BATCH, checkpoint=False)

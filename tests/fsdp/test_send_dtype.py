@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 import mylib
-from mylib._fsdp.quantised import Scales, scales_of
+from mylib._training.fsdp.quantised import scales_of
 from mylib.rules import by_axes, by_path, fsdp, replicated
 
 AUTO, EXPLICIT = (
@@ -205,33 +205,20 @@ def test_tensor_parallelism_sends_nothing_more():
     }
 
 
-def reasons(**targets):
-    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    at = {
-        name: None if spec is None else NamedSharding(AUTO, spec) for name, spec in targets.items()
-    }
-    return scales_of(x, at["kept"], at["used"])
-
-
 def test_what_is_left_out():
     kept, whole = NamedSharding(AUTO, P("data")), NamedSharding(AUTO, P())
-    for shape, dtype, reason in [
-        ((8,), jnp.float32, "it has 1 dimension"),
-        ((8, 8), jnp.int32, "its dtype is int32"),
-        ((8, 4), jnp.float32, "its scales would need as much"),
+    by_model = NamedSharding(AUTO, P("model"))
+    for shape, dtype, used in [
+        ((8,), jnp.float32, whole),
+        ((8, 8), jnp.int32, whole),
+        ((8, 4), jnp.float32, whole),  # its scales would need as much
+        ((8, 16), jnp.float32, kept),
+        ((8, 16), jnp.float32, None),
     ]:
-        assert scales_of(jax.ShapeDtypeStruct(shape, dtype), kept, whole) == reason
-    assert reasons(kept=P("model"), used=P("model")) == "it is not gathered"
-    assert reasons(kept=P("data"), used=None) == "no PartitionSpec gives where it is kept and used"
-    assert isinstance(reasons(kept=P("data"), used=P()), Scales)
-
-
-def test_what_explain_says():
-    layers = mylib.filter_shard(LISTED, KEPT, mesh=AUTO)
-    (note,) = mylib.explain(sharded(layers)).notes
-    assert "Block sends .up, .down in float8_e4m3fn" in note
-    assert ".bias (it has 1 dimension), .steps (its dtype is int32) without rounding" in note
-    assert not mylib.explain(sharded(layers, send=None)).notes
+        assert scales_of(jax.ShapeDtypeStruct(shape, dtype), kept, used) is None
+    weight = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert scales_of(weight, by_model, by_model) is None
+    assert scales_of(weight, kept, whole) is not None
 
 
 @pytest.mark.parametrize("send", DTYPES)

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from mylib._fsdp import torus
+from mylib._training.fsdp import torus
 
 SIZES = {(8,): ("a",), (4, 2): ("a", "b"), (2, 2, 2): ("a", "b", "c"), (2, 1, 4): ("a", "b", "c")}
 

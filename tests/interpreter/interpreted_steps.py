@@ -8,13 +8,15 @@ from example_models import program, task_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._tree import outlined
-from mylib._verify.arguments import filled
+from mylib._core.tree import outlined
+from mylib._planning.verify.arguments import filled
 from mylib.rules import batch as rows
 
 
-def compiled(name: str, strategy: str, mesh: Mesh) -> jax.stages.Compiled:
-    """A step of an example, for the devices of a mesh."""
+def compiled(
+    name: str, strategy: str, mesh: Mesh, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """A step of an example, for the devices of a mesh, with these options of the compiler."""
     running, how = program("running"), program(name).STRATEGIES[strategy]
     task = task_of(name, how)
     make, step = running.training(task, how, mesh)
@@ -30,7 +32,8 @@ def compiled(name: str, strategy: str, mesh: Mesh) -> jax.stages.Compiled:
         def run(arrays: list[Any]) -> list[Any]:
             return outlined(step.__wrapped__(*outline.fill(arrays)))[0]
 
-        return jax.jit(run, out_shardings=results, keep_unused=True).lower(arrays).compile()
+        lowered = jax.jit(run, out_shardings=results, keep_unused=True).lower(arrays)
+        return lowered.compile(options)
 
 
 def values(name: str, strategy: str) -> list[Any]:

@@ -122,7 +122,7 @@ class TestTwice:
             return optax.apply_updates(params, updates), state
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mylib.RecompilationWarning)
+            warnings.simplefilter("ignore", mylib.errors.RecompilationWarning)
             for _ in range(3):
                 params, state = step(params, state)
         assert np.isfinite(params["w"]).all()
@@ -192,7 +192,7 @@ def test_a_donated_array_again_over_several_devices(spec, ahead):
     for wrong in (tree, {**again, "x": tree["x"]}, {**again, "key": tree["key"]}):
         with pytest.raises(RuntimeError, match="deleted") as caught:
             f(wrong, count)
-        assert "was given deleted arrays: tree['" in str(caught.value.__notes__)
+        assert "was given deleted arrays: tree['" in str(caught.value)
     again, _ = f(again, count)
     np.testing.assert_array_equal(again["x"], np.ones(8))
 
@@ -262,21 +262,20 @@ class TestNames:
         f(a, b, a)
         with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
             f(a, b, a)
-        notes = str(caught.value.__notes__)
+        notes = str(caught.value)
         assert "was given deleted arrays: b." in notes
         one, other = (jax.device_put(a, device) for device in jax.devices()[1:3])
         with pytest.raises(ValueError, match="devices") as caught:
             f(one, other, one)
-        notes = str(caught.value.__notes__)
+        notes = str(caught.value)
         assert "arrays[0] is a" in notes and "arrays[1] is b" in notes
 
     @pytest.mark.parametrize(
         ("donate", "told"),
         [
-            (("modle",), "donate names 'modle', and f has the parameters model, state"),
-            ("model", r"donate='model' is none of .* write \('model',\)"),
-            ("some", "donate='some' is none of 'all', .*'none'$"),
-            (1, "donate=1 is no word, and no tuple of names"),
+            (("modle",), r"donate=\('modle',\) .* of f, such as \('model', 'state'\)"),
+            ("model", "donate='model' is none of .* no tuple of parameters"),
+            (1, "donate=1 is none of 'all', "),
         ],
     )
     def test_what_is_no_name(self, donate, told):
@@ -285,41 +284,3 @@ class TestNames:
 
         with pytest.raises(ValueError, match=told):
             mylib.filter_jit(f, donate=donate)
-
-
-class TestSpared:
-    """`all-except-first`, and the first argument is the model."""
-
-    @staticmethod
-    def step(model, state, x):
-        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(model)
-        return eqx.apply_updates(model, grads), jax.tree.map(jnp.add, state, grads), x.sum()
-
-    def test_is_told_once(self):
-        model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-        state = eqx.filter(model, eqx.is_array)
-        state, x = jax.tree.map(jnp.zeros_like, state), jnp.ones((8, 8))
-        step = mylib.filter_jit(self.step, donate="all-except-first")
-        with pytest.warns(mylib.DonationWarning) as caught:
-            for _ in range(3):
-                model, state, _ = step(model, state, x + 1)
-        (warning,) = caught
-        text = str(warning.message)
-        assert text.startswith("step returns a new model, and donate='all-except-first' keeps the")
-        assert "Write donate=('model', 'state'), or donate=('state',) if" in text
-
-    def test_otherwise_not(self):
-        model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-        x = jnp.ones((8, 8))
-
-        def gradients(model, x):
-            return x.sum(), eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(model)
-
-        def batch_first(x, model, state):
-            return self.step(model, state, x)
-
-        state = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
-        mylib.filter_jit(gradients, donate="all-except-first")(model, x + 1)
-        mylib.filter_jit(both, donate="all-except-first")(x + 1, x + 1)
-        model, state, _ = mylib.filter_jit(batch_first, donate="all-except-first")(x, model, state)
-        mylib.filter_jit(self.step, donate=("model", "state"))(model, state, x)

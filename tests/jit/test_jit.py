@@ -106,8 +106,7 @@ class TestTrees:
         ]:
             with pytest.raises(TypeError) as caught:
                 step(*args, **kwargs)
-            (note,) = caught.value.__notes__
-            assert f"step was given {name}" in note
+            assert f"step was given {name}" in str(caught.value)
 
     def test_abstract_arrays_are_static_in_a_call(self):
         shape = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -268,7 +267,7 @@ class TestOddities:
     def test_too_many_arguments(self):
         with pytest.raises(TypeError) as caught:
             mylib.filter_jit(lambda x: x)(jnp.ones(1), {1})
-        assert "args[1], a set" in caught.value.__notes__[0]
+        assert "args[1], a set" in str(caught.value)
 
         def inner(x):
             pass
@@ -659,14 +658,10 @@ class TestInShardings:
         given = {"a": P("data"), "rest": P("model")}
         _, rest = mylib.filter_jit(f, in_shardings=given, mesh=MESH)(np.ones(8), a=np.ones(8))
         assert self.spec(rest["a"]) == P("model")
-        given = {"rest": {"a": P("model")}}
-        _, rest = mylib.filter_jit(f, in_shardings=given, mesh=MESH)(np.ones(8), a=np.ones(8))
-        assert self.spec(rest["a"]) == P("model")
 
-    @pytest.mark.parametrize("given", [{"rest": {"b": P()}}, {"rest": (P(),)}, {"b": P()}])
-    def test_names_that_are_not_given(self, given):
-        f = mylib.filter_jit(lambda a, **rest: a, in_shardings=given, mesh=MESH)
-        with pytest.raises(TypeError, match="b|tuple"):
+    def test_names_that_are_not_given(self):
+        f = mylib.filter_jit(lambda a, **rest: a, in_shardings={"b": P()}, mesh=MESH)
+        with pytest.raises(TypeError, match="no parameter 'b'"):
             f(np.ones(8), c=np.ones(8))
 
     def test_defaults_that_are_not_arrays_or_not_placed(self):
@@ -738,17 +733,6 @@ class TestInShardings:
             f(x=np.ones(8))
         with pytest.raises(TypeError, match="<lambda>: got an unexpected keyword argument 'y'"):
             f(np.ones(8), scale=1, y=2)
-
-    def test_several_placements_for_several_arguments(self):
-        specs = (P("data"), P("model"))
-        f = mylib.filter_jit(lambda x, *xs: xs, in_shardings={"xs": specs}, mesh=MESH)
-        assert tuple(map(self.spec, f(1, np.ones(8), np.ones(8)))) == specs
-        with pytest.raises(TypeError, match=r"placement of \*xs is \(P.*, for \[0\]. Give"):
-            f(1, np.ones(8))
-        for wrong in (7, {"a": P()}):
-            f = mylib.filter_jit(lambda x, *xs: xs, in_shardings={"xs": wrong}, mesh=MESH)
-            with pytest.raises(TypeError, match=r"\*xs is .* for \[0\](.*)or one for each"):
-                f(1, np.ones(8))
 
     def test_names_that_are_no_identifiers(self):
         f = mylib.filter_jit(lambda **xs: xs, in_shardings=P("data"), mesh=MESH)
@@ -938,7 +922,7 @@ class TestBeingTold:
         def step(model, rows):
             return jax.tree.map(lambda w: w + jnp.sum(rows), model)
 
-        with pytest.warns(mylib.RecompilationWarning) as caught:
+        with pytest.warns(mylib.errors.RecompilationWarning) as caught:
             step(step(model, rows), rows)
         text = str(caught[0].message)
         assert len(text) < 350 and "NamedSharding" not in text
@@ -1045,7 +1029,7 @@ class TestAheadOfTime:
         compiled = f.lower(abstract).compile()
         assert compiled.compiled.input_shardings[0][0].spec == P("data")
         assert jnp.all(compiled(np.ones(8, np.float32)) == 2)
-        with pytest.raises(TypeError, match="ShapeDtypeStruct, which has no numbers"):
+        with pytest.raises(TypeError, match="ShapeDtypeStruct is for compiling only"):
             compiled(abstract)
 
     def test_lowering_moves_nothing(self):
@@ -1084,9 +1068,10 @@ def test_paths_of_arguments():
     assert jtu.tree_structure(f) is not None
 
 
-@pytest.mark.parametrize("given", [(lambda x: x, MESH), (MESH,), (lambda x: x, P("data"))])
 @pytest.mark.parametrize("name", ["filter_jit", "filter_shard_map"])
-def test_what_is_given_by_position(name, given):
+def test_what_is_given_by_position(name):
     options = {"in_specs": P(), "out_specs": P()} if name == "filter_shard_map" else {}
-    with pytest.raises(TypeError, match=f"^{name} takes the function by position, and nothing el"):
-        getattr(mylib, name)(*given, **options)
+    with pytest.raises(TypeError, match="a mesh is given by position.*write mesh=mesh"):
+        getattr(mylib, name)(MESH, **options)
+    with pytest.raises(TypeError, match=r"takes from 0 to 1 positional arguments but 2"):
+        getattr(mylib, name)(lambda x: x, MESH, **options)

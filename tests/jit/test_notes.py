@@ -13,22 +13,23 @@ import mylib
 ROWS, COLUMNS = (jnp.ones((8, 8)), P("data")), (jnp.ones((8, 8)), P(None, "data"))
 
 
-def notes(error) -> list[str]:
-    return [note for note in error.value.__notes__ if note.startswith("(")]
+def first(error) -> str:
+    """What an error says first: logs show it, and not always its notes."""
+    return str(error.value).split("\n")[0]
 
 
 class TestExplicitAxes:
     said = (
-        "('data', 'model' are Explicit axes: JAX asks for the sharding of this result, where Auto "
+        "'data', 'model' are Explicit axes: JAX asks for the sharding of this result, where Auto "
         "axes leave it to the compiler. Either give it, or place an operand with "
-        "mylib.filter_shard before; or use a mesh of mylib.make_mesh, whose axes are Auto)"
+        "mylib.filter_shard before; or use a mesh of mylib.make_mesh, whose axes are Auto"
     )
 
     def fails(self, call):
         x, y = (mylib.filter_shard(*given, mesh=EXPLICIT) for given in (ROWS, COLUMNS))
         with pytest.raises(Exception, match="produces an illegally sharded result") as error:
             call(x, y)
-        assert notes(error) == [self.said]
+        assert first(error) == self.said and str(error.value).count(self.said) == 1
 
     def test_call(self):
         self.fails(mylib.filter_jit(jnp.add))
@@ -56,20 +57,21 @@ class TestArguments:
         add = mylib.filter_jit(lambda model, x: model["w"] + x, donate=donate)
         with pytest.raises(ValueError, match="incompatible devices") as error:
             add({"w": self.here}, self.there)
-        (note,) = notes(error)
-        assert "arrays[0] is model['w'], arrays[1] is x. Place all arguments" in note
+        assert "arrays[0] is model['w'], arrays[1] is x. Place all arguments" in first(error)
 
     def test_of_a_compiled_program(self):
         add = mylib.filter_jit(lambda model, x: model["w"] + x)
         compiled = add.lower({"w": self.here}, self.here).compile()
         with pytest.raises(ValueError, match="disagree with the shardings") as error:
             compiled({"w": self.here}, self.there)
-        assert notes(error) == ["(arrays[1] is x)"]
+        assert first(error) == "arrays[1] is x"
 
     def test_other_errors_have_none(self):
+        with pytest.raises(TypeError) as plain:
+            self.here + "a"
         with pytest.raises(TypeError) as error:
             mylib.filter_jit(lambda x: x + "a")(self.here)
-        assert not notes(error)
+        assert first(error)[:20] == str(plain.value)[:20]
         with pytest.raises(mylib.PlacementError, match=r"kept\[0\]") as error:
             mylib.filter_jit(lambda kept: kept, in_shardings=P("dta"), mesh=AUTO)([self.here])
         assert not hasattr(error.value, "__notes__")
@@ -102,7 +104,9 @@ class TestWhatResultsAre:
         step = mylib.filter_jit(lambda x: (x, x, x), out_shardings=(P(), P()), mesh=AUTO)
         with pytest.raises(mylib.PlacementError, match="a prefix that has a tuple of 2") as error:
             step(jnp.ones(8))
-        assert notes(error) == ["(the tree is what <lambda> returns, placed by its out_shardings)"]
+        assert "(the tree is what <lambda> returns, placed by its out_shardings)" in (
+            error.value.__notes__
+        )
 
 
 class TestLayers:
@@ -118,13 +122,12 @@ class TestLayers:
 
         with pytest.raises(ValueError, match="different type") as error:
             update(model)
-        (note,) = notes(error)
-        assert "one of them is of fully_shard" in note
+        assert "one of them is of fully_shard" in first(error)
 
     def test_other_trees_have_none(self):
         with pytest.raises(ValueError, match="different type") as error:
             mylib.filter_jit(lambda x: jax.tree.map(jnp.add, [x], (x,)))(jnp.ones(8))
-        assert not notes(error)
+        assert "fully_shard" not in str(error.value)
 
 
 def test_arrays_that_an_earlier_call_took():
@@ -133,7 +136,7 @@ def test_arrays_that_an_earlier_call_took():
     step(model)
     with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
         step(model)
-    assert "<lambda> was given deleted arrays: model['w']. A call that donates" in notes(error)[0]
+    assert "<lambda> was given deleted arrays: model['w']. A call that donates" in first(error)
 
 
 class Silent:
@@ -168,7 +171,7 @@ def test_what_was_compiled_for_other_types():
     compiled = mylib.filter_jit(lambda x, w: x @ w).lower(jnp.ones(8), jnp.ones(8)).compile()
     with pytest.raises(TypeError, match="compiled with") as error:
         compiled(jnp.ones(8), jnp.ones(8, int))
-    assert notes(error) == ["(arrays[1] is w)"]
+    assert first(error) == "arrays[1] is w"
 
 
 class TestTwoMeshes:
@@ -181,15 +184,15 @@ class TestTwoMeshes:
         f = mylib.filter_jit(lambda x: x * 2, **{where: P("data")}, mesh=self.SMALL)
         with jax.set_mesh(AUTO), pytest.raises(ValueError) as error:
             f(jnp.ones(8))
-        note = notes(error)[-1]
-        assert "<lambda> has mesh=mesh ('data': 4), and is called under" in note
-        assert "mesh ('data': 4, 'model': 2), which differs: leave out mesh=" in note
+        said = first(error)
+        assert "<lambda> has mesh=mesh ('data': 4), and is called under" in said
+        assert "mesh ('data': 4, 'model': 2), which differs: leave out mesh=" in said
 
     def test_other_types_of_axes(self):
         f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("data"), mesh=EXPLICIT)
         with jax.set_mesh(AUTO), pytest.raises(ValueError) as error:
             f(jnp.ones(8))
-        assert "which differs: leave out mesh=" in notes(error)[0]
+        assert "which differs: leave out mesh=" in first(error)
 
     def test_one_mesh_is_not(self):
         f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("nowhere"), mesh=AUTO)

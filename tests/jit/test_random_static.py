@@ -106,7 +106,7 @@ def jax_jit(f):
 
 
 def check(seed):
-    warnings.simplefilter("ignore", mylib.StaticNumberWarning)
+    warnings.simplefilter("ignore", mylib.errors.StaticNumberWarning)
     for values, changing in ((PLAIN + ALIKE + SIGNS, False), (PLAIN + ALIKE + SIGNS, True)):
         calls = Calls(seed, values, changing)
         wanted, _ = run(lambda f: f, calls)

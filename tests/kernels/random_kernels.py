@@ -12,6 +12,7 @@ os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
+import ast
 import math
 import sys
 from collections import Counter
@@ -23,8 +24,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._kernels import kernel_p, specs_of
-from mylib._programs import all_equations
+from mylib._core.jaxprs import all_equations
+from mylib._core.kernels import kernel_p, specs_of
 
 MESHES = ((8,), (4, 2), (2, 2, 2))
 KINDS = ("auto", "explicit", "mixed")
@@ -235,14 +236,15 @@ def case(seed):
     (params,) = [eqn.params for eqn in kernels_in(program)]
     splits = params["splits"]
     split = split_of(rng, splits, mesh)
-    specs = specs_of(splits.operands, shapes, split)
+    specs = specs_of(splits.operands, xs, split)
     if kind == "auto" and way != "shard_map" and rng.random() < 0.3:
         # Also what must be whole.
         specs = [P(*(spec[i] for i in rng.permutation(len(spec)))) for spec in specs]
         specs = [s if fits(s, shape, mesh) else P() for s, shape in zip(specs, shapes, strict=True)]
     about = f"{seed}: {family.__name__} [{splits}], {way}, {kind} {sizes}, {specs}"
     if way == "axes":
-        kernel = mylib.opaque(lambda *xs: reference(*xs), like=reference, axes=split)
+        named = {ast.literal_eval(params["kernel"].shown(x, splits)): y for x, y in split.items()}
+        kernel = mylib.opaque(lambda *xs: reference(*xs), like=reference, axes=named)
     placed = [
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)
     ]
@@ -250,7 +252,7 @@ def case(seed):
     run = transformed(kernel, way, len(xs))
     with jax.set_mesh(mesh):
         if way == "shard_map":
-            results = specs_of(splits.results, [x.shape for x in params["types"]], split)
+            results = specs_of(splits.results, params["types"], split)
             tree = jax.tree.structure(jax.eval_shape(reference, *xs))
             out = jax.tree.unflatten(tree, results)
             run = jax.shard_map(run, mesh=mesh, in_specs=tuple(specs), out_specs=out)

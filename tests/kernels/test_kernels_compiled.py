@@ -84,7 +84,7 @@ def gradient(f):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_what_is_sent_is_the_gradient_of_the_scale(machine, kind):
     is_unknown = kind == AxisType.Auto and machine.chip.platform == "tpu"
-    axes = {"axes": {"a": "data"}} if is_unknown else {}
+    axes = {"axes": {("x", 0): "data"}} if is_unknown else {}
     f = mylib.opaque(kernel, like=reference, **axes)
     args = placed(machine, kind)
     assert text_of(f, *args) == []
@@ -94,7 +94,7 @@ def test_what_is_sent_is_the_gradient_of_the_scale(machine, kind):
 @pytest.mark.compiles_for("v5e 2x4")
 def test_without_axes_the_error_has_the_line(machine):
     f = mylib.opaque(kernel, like=reference)
-    with pytest.raises(mylib.PlacementError, match=r'axes=\{"a": "data"\}') as caught:
+    with pytest.raises(mylib.PlacementError, match=r'axes=\{\("x", 0\): "data"\}') as caught:
         text_of(f, *placed(machine, AxisType.Auto))
     assert "the kernel kernel (a b, b -> a b), on TPUs" in str(caught.value)
 

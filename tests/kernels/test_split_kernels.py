@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_kernels
+import random_references
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -58,6 +60,13 @@ def mesh_of(kind=AxisType.Auto):
 
 def placed(mesh, spec, *arrays):
     return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+
+
+def splits_of(reference, *args):
+    (eqn,) = random_kernels.kernels_in(
+        jax.make_jaxpr(mylib.opaque(reference, like=reference))(*args)
+    )
+    return eqn.params["splits"]
 
 
 def collectives(f, *args):
@@ -122,7 +131,7 @@ class TestDims:
             mylib.opaque(lambda x: x, dims=dims, whole=whole)(Q)
 
     def test_letters_need_dims(self):
-        with pytest.raises(TypeError, match="axes= and whole= name letters"):
+        with pytest.raises(TypeError, match="axes= and whole= name dimensions"):
             mylib.opaque(lambda x: x, axes={"b": "data"})
 
     def test_a_kernel_that_holds_arrays(self):
@@ -172,15 +181,109 @@ class TestLike:
             (lambda x: x * np.ones((16, 8), np.float32), (1, 2)),
             (lambda x: x + jnp.einsum("btd,bsd->bts", x, x)[..., :8], (1, 2)),
             (lambda x: jax.lax.scan(lambda h, x: (h + x, h + x), x[0], x)[1], 0),
+            # What a loop goes on for.
+            (lambda x: lax.while_loop(lambda x: jnp.max(x) > 0.1, lambda x: x / 2, x), (0, 1, 2)),
+            (jax.vmap(lambda x: lax.while_loop(lambda x: x[0, 0] > 0.1, jnp.sin, x)), (0, 1, 2)),
+            (lambda x: lax.while_loop(lambda c: c[0, 0, 0] < 1, lambda c: c + 1, x), (0, 1, 2)),
+            (lambda x: lax.dynamic_update_slice(x, 2 * x[:1], (1, 0, 0)), 0),
+            (lambda x: lax.dynamic_update_index_in_dim(x, 2 * x[:, 0], 3, 1), 1),
+            (lambda x: lax.fori_loop(0, 3, lambda i, x: x.at[:, i].mul(2), x), 1),
+            # Also carried, or read by all iterations.
+            (lambda x: lax.scan(lambda c, row: (c + row, None), x, x)[0], 0),
+            (lambda x: lax.map(lambda row: jax.nn.softmax(row @ x[0].T) @ x[0], x), (0, 1, 2)),
+            # What is made of one row twice isn't split over the devices of one.
+            (lambda x: x + jnp.max(x[:, :, None] * x[:, None], 1), 1),
+            # What a callback does is unknown, also in one branch.
+            (
+                lambda x: lax.cond(
+                    jax.random.bits(jax.random.key(0)) > 9, on_host(np.sin), jnp.sin, x
+                ),
+                (0, 1, 2),
+            ),
         ],
     )
     def test_where_places_matter_it_is_whole(self, reference, whole):
-        program = jax.make_jaxpr(mylib.opaque(reference, like=reference))(jnp.ones((4, 16, 8)))
-        (eqn,) = random_kernels.kernels_in(program)
-        splits = eqn.params["splits"]
+        splits = splits_of(reference, jnp.ones((4, 16, 8)))
         (letters,) = splits.operands
         wanted = {whole} if isinstance(whole, int) else {*whole}
         assert {i for i, x in enumerate(letters) if x not in splits.parts} == wanted
+
+    @pytest.mark.parametrize("groups", [{"feature_group_count": 4}, {"batch_group_count": 4}])
+    def test_grouped_convolutions(self, groups):
+        def convolved(x, w):
+            return lax.conv_general_dilated(
+                x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), **groups
+            )
+
+        width = 4 if "feature_group_count" in groups else 16
+        splits = splits_of(convolved, jnp.ones((8, 16, 16)), jnp.ones((3, width, 16)))
+        rows = {"a"} if "feature_group_count" in groups else set()
+        assert set(splits.parts) == rows
+
+    @pytest.mark.parametrize(
+        "joined",
+        [
+            lambda a, b, x: jnp.stack([a[0], b[0]]) * x,
+            lambda a, b, x: jnp.concatenate([a, b]) * x,
+        ],
+    )
+    def test_what_is_joined_of_ones_is_whole(self, joined):
+        x = Q[:2, :, 0, 0]
+        (y,) = placed(mesh_of(), P("model"), x)
+        near(jax.jit(mylib.opaque(joined, like=joined))(x[:1], x[1:], y), joined(x[:1], x[1:], x))
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_what_depends_on_sizes_is_found_by_the_first_call(self, kind):
+        """Its operations treat each row by itself, and it divides by the number of rows."""
+
+        def averaged(x, scale):
+            return x * scale / x.shape[0]
+
+        x, scale = *placed(mesh_of(kind), P("data"), Q[:, :, 0, 0]), np.ones(16, np.float32)
+        f = mylib.opaque(averaged, like=averaged)
+        told = (
+            r"write whole=\[\(\"x\", 0\)\] for averaged.*with 'a' in 2 parts result 0 differs from "
+            r"that of the whole \(by .*check=False leaves this check out"
+        )
+        with jax.set_mesh(x.sharding.mesh):
+            for run in (f, jax.vmap(f, (2, None))):
+                with pytest.raises(TypeError, match=told):
+                    jax.jit(run)(x if run is f else x[..., None], scale)
+        unchecked = mylib.opaque(averaged, like=averaged, check=False)
+        near(jax.jit(unchecked)(x, scale), Q[:, :, 0, 0] / 2)
+        if kind == AxisType.Auto:
+            whole = mylib.opaque(averaged, like=averaged, whole=[("x", 0)])
+            near(jax.jit(whole)(x, scale), Q[:, :, 0, 0] / 8)
+
+    def test_a_reference_for_arrays_of_one_size(self):
+        f = mylib.opaque(lambda x: x, like=lambda x: x + jnp.zeros((8, 16)))
+        (x,) = placed(mesh_of(), P("data"), Q[:, :, 0, 0])
+        with pytest.raises(TypeError, match="incompatible shapes") as caught:
+            jax.jit(f)(x)
+        assert "raised while like= of <lambda> was called for parts" in str(caught.value.__notes__)
+
+    def test_large_references_are_checked_with_small_arrays(self):
+        ran = []
+
+        def reference(x):
+            ran.append(x.shape)
+            return attention(x, x, x)
+
+        f = mylib.opaque(lambda x: x, like=reference)
+        x = jax.ShapeDtypeStruct(
+            (8, 4096, 4, 64), np.float32, sharding=NamedSharding(mesh_of(), P("data"))
+        )
+        jax.jit(f).lower(x)
+        small = [(4, 4, 4, 4), (2, 4, 4, 4), (4, 4, 2, 4)]
+        assert ran == [x.shape, x.shape, (4, 4096, 4, 64), *small]
+        jax.jit(lambda x: f(x)).lower(x)
+        assert len(ran) == 6
+
+    def test_loops_that_may_not_end_are_not_run(self):
+        def reference(x):
+            return x * lax.while_loop(lambda n: n > 0, lambda n: n + 0.0, 1.0)
+
+        jax.jit(mylib.opaque(lambda x: x, like=reference)).lower(*placed(mesh_of(), P("data"), Q))
 
     def test_a_reference_that_cant_be_read(self):
         def reference(x):
@@ -314,6 +417,43 @@ class TestContexts:
 
 
 class TestErrors:
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    def test_a_result_of_another_size(self, kind):
+        f = mylib.opaque(lambda x: x[:, :4], like=lambda x: 2 * x)
+        (x,) = placed(mesh_of(kind), P("data"), Q[:, :, 0, 0])
+        told = r"returns float32\[{0}, 4\], and by like= or dims= these are float32\[{0}, 16\]"
+        with pytest.raises(Exception, match=told.format(2) + r", of the whole float32\[8, 16\]"):
+            jax.jit(f)(x)
+        with pytest.raises(TypeError, match=told.format(8)):
+            jax.jit(f)(np.asarray(x))
+
+    def test_with_like_axes_name_arguments(self):
+        """Letters that nobody has chosen may change."""
+        args = placed(mesh_of(), P(None, "data"), Q, K, V)
+        f = mylib.opaque(attention, like=attention, axes={("q", 0): "data", ("v", 2): "model"})
+        result = jax.jit(f)(*args)
+        near(result, attention(Q, K, V))
+        assert result.sharding.is_equivalent_to(
+            NamedSharding(mesh_of(), P("data", None, "model")), 4
+        )
+        for key in ("a", ("x", 0), ("q", 4), ("q", -1)):
+            f = mylib.opaque(attention, like=attention, axes={key: "data"})
+            with pytest.raises(TypeError, match="is no dimension of attention.*are: q, k, v"):
+                f(Q, K, V)
+        for axes in ({("k", 1): "data"}, {("q", 0): "data", ("k", 0): "model"}):
+            f = mylib.opaque(attention, like=attention, axes=axes)
+            with pytest.raises(TypeError, match=r'may be split.*: \("q", 0\), \("q", 1\), '):
+                f(Q, K, V)
+
+    def test_arguments_have_names(self):
+        def scaled(x, *ys, weights, by):
+            return x + sum(ys) * weights["up"] * by
+
+        for key in (("ys[1]", 0), ("weights['up']", 0), ("x", 0)):
+            f = mylib.opaque(scaled, like=scaled, axes={key: ("data", "model")})
+            (x,) = placed(mesh_of(), P(), Q[:, 0, 0, 0])
+            near(jax.jit(lambda x, f=f: f(x, x, x, weights={"up": x}, by=2))(x), x + 4 * x * x)
+
     def test_explicit_axes_that_dont_fit(self):
         f = mylib.opaque(attention, like=attention)
         args = placed(mesh_of(AxisType.Explicit), P("data", "model"), Q, K, V)
@@ -379,7 +519,7 @@ class TestErrors:
 
     def test_axes_are_checked(self):
         (x,) = placed(mesh_of(), P("data"), Q[:, :, 0, 0])
-        with pytest.raises(TypeError, match="axes= splits 'd'.*'n', of dims=\"n d -> n d\""):
+        with pytest.raises(TypeError, match='axes= splits \'d\'.*: "n", of dims="n d -> n d"'):
             mylib.opaque(lambda x: x, dims="n d -> n d", whole="d", axes={"d": "model"})(x)
         f = mylib.opaque(lambda x: x, dims="n d -> n d", axes={"n": "rows"})
         with pytest.raises(mylib.PlacementError, match="'rows' is no axis"):
@@ -419,7 +559,7 @@ class TestAssertSplit:
 
     def test_a_letter_that_cant_be_split(self):
         f = mylib.opaque(lambda x: jax.nn.softmax(x), dims="n d -> n d")
-        with pytest.raises(AssertionError, match=r"'d' in 2 parts.*write whole=\('d',\)"):
+        with pytest.raises(AssertionError, match=r"'d' in 2 parts.*write whole=\[\"d\"\]"):
             mylib.testing.assert_split(f, Q[:, :, 0, 0])
 
     def test_a_wrong_derivative(self):
@@ -432,7 +572,7 @@ class TestAssertSplit:
             fwd=lambda x, w: (forward(x, w), x),
             bwd=lambda x, g: backward(x, g),
         )
-        with pytest.raises(AssertionError, match="'n' in 2 parts: result 1"):
+        with pytest.raises(AssertionError, match="'n' in 2 parts result 1"):
             mylib.testing.assert_split(f, Q[:, :, 0, 0], jnp.ones(16))
 
     def test_no_kernel(self):
@@ -446,3 +586,11 @@ def test_random(seed):
     with jax.enable_x64(True):
         about, off = random_kernels.case(seed)
     assert off < 1e-11, about
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_references(seed):
+    """More: `python tests/kernels/random_references.py --seeds 0-300`."""
+    with jax.enable_x64(True):
+        about, splits, told = random_references.case(seed)
+    assert told is None, f"{about} [{splits}]: {told}"

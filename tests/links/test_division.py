@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from mylib._links.cutting import cut, join
-from mylib._links.division import division_of
+from mylib._moving.links.cutting import cut, join
+from mylib._moving.links.division import division_of
 
 AXES = ("a", "b", "c")
 GRIDS = [(1,), (2,), (3,), (4,), (8,), (2, 2), (2, 4), (2, 2, 2), (1, 6)]

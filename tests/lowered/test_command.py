@@ -53,28 +53,6 @@ def test_help_and_version(capsys):
         assert ended.value.code == 0 and told in capsys.readouterr().out
 
 
-def test_launch(checkout_env, tmp_path):
-    (tmp_path / "hello.py").write_text("import sys\nprint('hello', sys.argv[1:])\n")
-    command = "-m", "mylib", "testing", "launch", "-n", "1", "hello.py", "--machine"
-    done = run_python(*command, env=checkout_env, cwd=tmp_path)
-    assert done.returncode == 0 and "hello ['--machine']" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("where", ["a module", "a function"])
-def test_errors_of_the_user_are_shown_without_ours(folder, where, monkeypatch, capsys):
-    """Also those that `argparse` takes for wrong arguments."""
-    text = "def lowered(machine):\n    raise ValueError('mine')\n"
-    (folder / "faulty.py").write_text(text + "lowered(0)\n" * (where == "a module"))
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main(["compile", "faulty:lowered", "--machine", "h100 x 8"])
-    shown = str(ended.value.code)
-    assert shown.endswith("ValueError: mine\n") and "faulty.py" in shown
-    assert "mylib" not in shown.replace(str(folder), "") and "importlib" not in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -23,8 +23,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from scripts import printed_by
 
 import mylib
-from mylib._compat import names
-from mylib._lowered import files
+from mylib._core.compat import names
+from mylib._programs.lowered import files
 
 FSDP = mylib.rules.fsdp("data", min_size=1)
 
@@ -81,7 +81,7 @@ def rewritten(path, **changes):
 
 
 def message(path, *args, fun=double, **options):
-    with pytest.raises(mylib.SavedProgramError) as caught:
+    with pytest.raises(mylib.errors.SavedProgramError) as caught:
         mylib.load_compiled(path, fun, *(args or (np.ones(8, np.float32),)), **options)
     return str(caught.value)
 
@@ -341,34 +341,23 @@ class TestFiles:
         files.write(path, program, change(content))
         assert "holds no executable that can be loaded" in message(path)
 
-    def test_a_newer_one(self, path, monkeypatch):
-        monkeypatch.setattr(files, "_FORM", 2)
-        saved(path)
-        monkeypatch.undo()
-        text = message(path)
-        assert "is of form 2, and this mylib" in text and "reads form 1" in text
-
-    @pytest.mark.parametrize("form", [1, 2])
     @pytest.mark.parametrize(
         "change",
         [
-            lambda fields: {"form": fields["form"]},
-            lambda fields: {**fields, "made_for": None},
-            lambda fields: {**fields, "made_for": {"mylib": 3}},
-            lambda fields: {**fields, "results": [1]},
-            lambda fields: {k: v for k, v in fields.items() if k != "form"},
+            lambda fields: {**fields, "form": 2},
+            lambda fields: {k: v for k, v in fields.items() if k != "code"},
             lambda fields: [fields],
             lambda fields: "{",
         ],
     )
-    def test_another_header(self, path, form, change):
+    def test_another_header(self, path, change):
         saved(path)
         program, executable = files.read(path)
-        changed = change({"form": form, **dataclasses.asdict(program)})
+        changed = change(dataclasses.asdict(program))
         header = changed.encode() if isinstance(changed, str) else json.dumps(changed).encode()
         content = len(header).to_bytes(8, "little") + header + executable
         path.write_bytes(files._KIND + sha256(content).digest() + content)
-        assert "form, and this mylib" in message(path) or "form 2, and this mylib" in message(path)
+        assert "was saved by another mylib, in another form" in message(path)
 
     def test_no_file(self, path):
         with pytest.raises(FileNotFoundError, match="step.mylib"):
@@ -447,13 +436,6 @@ class TestWhere:
         finally:
             os.umask(former)
 
-    @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-    def test_owner(self, path):
-        saved(path)
-        os.chown(path, 1234, 1235)
-        saved(path)
-        assert (path.stat().st_uid, path.stat().st_gid) == (1234, 1235)
-
     def test_a_long_name(self, tmp_path):
         path = tmp_path / ("x" * 255)
         saved(path)
@@ -467,7 +449,7 @@ class TestRefused:
             jax.debug.print("{}", x)
             return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-        with pytest.raises(mylib.SavedProgramError) as caught:
+        with pytest.raises(mylib.errors.SavedProgramError) as caught:
             saved(path, calls)
         text = str(caught.value)
         assert "calls can't be saved, as it calls functions of Python" in text
@@ -479,7 +461,9 @@ class TestRefused:
     def test_read_from_a_file(self, path):
         saved(path)
         loaded = mylib.load_compiled(path, double, np.ones(8, np.float32))
-        with pytest.raises(mylib.SavedProgramError, match=r"was read from .*: copy that file"):
+        with pytest.raises(
+            mylib.errors.SavedProgramError, match=r"was read from .*: copy that file"
+        ):
             loaded.save(path)
 
     def test_read_from_the_cache_of_jax(self, path, tmp_path, compilations):
@@ -488,7 +472,7 @@ class TestRefused:
         compilation_cache.reset_cache()
         saved(path)
         jax.clear_caches()
-        with pytest.raises(mylib.SavedProgramError, match="from its compilation cache"):
+        with pytest.raises(mylib.errors.SavedProgramError, match="from its compilation cache"):
             saved(path)
         assert mylib.load_compiled(path, double, np.ones(8))(np.ones(8))[0] == 2
 
@@ -510,7 +494,7 @@ class TestRefused:
             random_bits=lambda key, width, shape: jnp.zeros(shape, jnp.uint32),
             fold_in=lambda key, x: key,
         )
-        with pytest.raises(mylib.SavedProgramError, match="can't be saved"):
+        with pytest.raises(mylib.errors.SavedProgramError, match="can't be saved"):
             saved(path, mylib.filter_jit(lambda k: k), jax.random.key(0, impl=own))
         assert not path.exists()
 
@@ -560,7 +544,7 @@ class TestKernelsThatMustBeMeasured:
 
     def refused(self, fun, path, *args):
         compiled = mylib.filter_jit(fun).lower(*args).compile()
-        with pytest.raises(mylib.SavedProgramError) as error:
+        with pytest.raises(mylib.errors.SavedProgramError) as error:
             compiled.save(path)
         assert not path.exists()
         return str(error.value)
@@ -575,8 +559,8 @@ class TestKernelsThatMustBeMeasured:
         line = inspect.getsourcelines(product)[1] + 1
         text = self.refused(product, path, x)
         assert "can't be saved for a NVIDIA H100" in text
-        assert f"dot_general at test_saved_programs.py:{line}: by Triton, 12 to 24 times" in text
-        assert ".compile({'xla_gpu_enable_triton_gemm': False})" in text and "cuDNN" not in text
+        assert f"dot_general at test_saved_programs.py:{line}" in text and "12 to 24 times" in text
+        assert ".compile({'xla_gpu_enable_triton_gemm': False})" in text
         options = {"xla_gpu_enable_triton_gemm": False}
         mylib.filter_jit(product).lower(x).compile(options).save(path)
         assert path.exists()
@@ -599,5 +583,5 @@ class TestKernelsThatMustBeMeasured:
         for fun, args in (convolve, (rows(64, 16, 32, 32), w)), (attend, (rows(8, 256, 8, 64),)):
             text = self.refused(fun, path, *args)
             line = inspect.getsourcelines(fun)[1] + 1
-            assert f" at test_saved_programs.py:{line}: by cuDNN, which fails when" in text
-            assert "implementation='xla'" in text and "Triton" not in text
+            assert f" at test_saved_programs.py:{line}" in text
+            assert "cuDNN fail when" in text and "implementation='xla'" in text

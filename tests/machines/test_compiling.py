@@ -178,7 +178,8 @@ def test_attention_of_cudnn(machine):
 
     def lowered(head):
         q = shaped(8, 256, 4, head, dtype=jnp.bfloat16)
-        return jax.jit(attend).lower(mylib.filter_shard(q, P("data"), mesh=machine.mesh(data=-1)))
+        q = mylib.filter_shard(q, P("data"), mesh=machine.mesh(data=-1))
+        return mylib.filter_jit(attend).lower(q)
 
     report = mylib.audit(lowered(64).compile())
     assert dict(report.work.flops) == {"bfloat16": 2 * 2 * 4 * 256**2 * 64 // 2}
@@ -201,7 +202,7 @@ def test_a_kernel_that_cannot_be_made(machine):
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes") as caught:
         lowered.compile()
-    assert "'xla_gpu_enable_triton_gemm': False" in caught.value.__notes__[-1]
+    assert "'xla_gpu_enable_triton_gemm': False" in str(caught.value)
 
 
 @BOTH
@@ -225,7 +226,7 @@ def test_memory(machine):
     params = mylib.filter_shard({"w": shaped(512, 512)}, P("data"), mesh=mesh)
     x = mylib.filter_shard(shaped(1024, 512), P("data"), mesh=mesh)
     step = mylib.filter_jit(step, donate="all-except-first", out_shardings=P("data"), mesh=mesh)
-    with pytest.warns(mylib.CapturedArrayWarning):
+    with pytest.warns(mylib.errors.CapturedArrayWarning):
         lowered = step.lower(x, params)
     memory = lowered.compile().memory
     assert memory.arguments == (512 * 512 + 1024 * 512) * 4 // 8
@@ -317,11 +318,8 @@ def test_temporaries_that_do_not_fit(machine):
     else:
         smaller = dataclasses.replace(machine.chip, memory=20 * GiB)
         fit = lowered.compile().fits(dataclasses.replace(machine, chip=smaller))
-    largest = fit.temporaries[0]
-    assert not fit and largest.shape[1] == 2**17
-    assert largest.shape[0] == (2**20 if fit.whole else 2**17)
-    assert fit.whole == (machine.chip.platform == "tpu")
-    assert "in blocks, such as the loss over a large vocabulary" in str(fit)
+        assert fit.temporaries[0].shape == (2**17, 2**17)
+    assert not fit and "in blocks, such as the loss over a large vocabulary" in str(fit)
 
 
 MODELS = {

@@ -9,23 +9,26 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import _pages
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rooms
 from jax.sharding import AxisType
 
 import mylib
 from mylib import machines
-from mylib.machines import out_of_memory
+from mylib._programs import machines as room
+from mylib._programs.machines import out_of_memory
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 GPUS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200")
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-SHEETS = tomllib.loads((Path(machines.__file__).parent / "chips.toml").read_text(encoding="utf-8"))
+SHEETS = tomllib.loads(
+    (rooms.PACKAGE / "_programs/machines/chips.toml").read_text(encoding="utf-8")
+)
 
 
 def row(chip):
@@ -171,7 +174,7 @@ class TestCompilersThatAreMissing:
                 return found[name]
             raise importlib.metadata.PackageNotFoundError(name)
 
-        inner = sys.modules["mylib.machines._compilers"]
+        inner = sys.modules["mylib._programs.machines.compilers"]
         monkeypatch.setattr(inner.metadata, "version", version)
         monkeypatch.setattr(inner, "_is_installed", lambda module: len(found) > 1)
         monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -203,7 +206,7 @@ class TestCompilersThatAreMissing:
     ],
 )
 def test_a_note_on_kernels_that_cannot_be_made(text, noted):
-    note = machines.about_kernels(RuntimeError(text))
+    note = room.about_kernels(RuntimeError(text))
     assert (note is not None and "xla_gpu_enable_triton_gemm" in note) == noted
 
 
@@ -226,6 +229,7 @@ assert not {name for name in added if "CUDA" in name}, added
 class TestThePlugin:
     FILE = """
         import pytest
+import rooms
 
         @pytest.mark.compiles_for("h100 x 8", "v5e 4x4")
         def test_it(machine):
@@ -271,7 +275,7 @@ class TestThePlugin:
 
 def links(machine, sizes):
     """Between devices that are next to each other along each axis: on average, and at most."""
-    places = machines.coordinates(machine, sizes)[:, :-1].reshape(*sizes, -1)
+    places = room.coordinates(machine, sizes)[:, :-1].reshape(*sizes, -1)
     size = (*machine.shape, 1)[: places.shape[-1]]
     for axis in range(len(sizes)):
         steps = np.abs(np.diff(places, axis=axis))
@@ -386,13 +390,8 @@ Total hbm usage >= 41.74G:
     )
 
     def read(self, text):
-        def scores(x, table):
-            return jnp.sum(jnp.exp(x @ table))
-
-        shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(512, 8), (8, 4096)])
-        program = jax.make_jaxpr(jax.grad(scores))(*shapes)
         arguments = [machines.Argument("x", (512, 8), 512 * 8 * 2)]
-        found = out_of_memory(RuntimeError(text), arguments, program)
+        found = out_of_memory(RuntimeError(text), arguments)
         return found and found.fit
 
     def test_what_it_counts_is_the_total(self):
@@ -411,12 +410,9 @@ Total hbm usage >= 41.74G:
         )
         assert "by their bytes on each device:\n     32.00 GiB  s32[8388608, 8, 4]  sub" in str(fit)
 
-    def test_without_a_list_those_of_the_program(self):
-        fit = self.read(self.EARLY)
-        assert fit.whole and "that it computes, unsharded; a device holds a part:" in str(fit)
-        product = next(x for x in fit.temporaries if x.primitive == "dot_general")
-        assert (product.dtype, product.shape) == ("bf16", (512, 4096))
-        assert product.bytes == 512 * 4096 * 2 and product.source.startswith("test_machines.py:")
+    def test_without_a_list(self):
+        text = str(self.read(self.EARLY))
+        assert "that it computes" not in text and "use a smaller batch" in text
 
 
 @pytest.mark.parametrize(

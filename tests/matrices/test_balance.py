@@ -42,20 +42,13 @@ def test_llama_2(shape, devices, balance):
     """Each shape goes on where the last one has ended."""
     text = said_of(llama(*shape), {"data": devices}, P(None, "data"))
     assert f"computes {balance} times the mean" in text
-    assert ("With HSDP, 2 replicas of 128 devices" in text) == (balance == "1.64")
     assert ("32 of them own no matrix" in text) == (balance == "1.64")
 
 
-def test_what_would_help():
+def test_devices_without_a_matrix():
     stack = {"w": jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)}
     text = said_of(stack, {"copies": 8, "data": 8}, P(None, "data"), over=("copies", "data"))
-    assert "computes 8.00 times the mean, and 56 of them own no matrix" in text
-    # Over 32 and 16 devices some have none, too.
-    assert "8 replicas of 8 devices, over='data', it would be 1.00; updates take as long" in text
-    three = {"w": jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)}
-    text = said_of(three, {"data": 8}, P(None, "data"))
-    assert text.endswith("2.67 times the mean, and 5 of them own no matrix. "
-                         "No smaller number of devices would be much better balanced")  # fmt: skip
+    assert text.endswith("computes 8.00 times the mean, and 56 of them own no matrix")
 
 
 def test_it_is_a_line_below_the_table():

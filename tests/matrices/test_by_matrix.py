@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
-from optimisers import muon, shampoo, soap
+from optimisers import HOLDING, muon, shampoo, soap
 from training import compare, difference, random_like, run
 
 import mylib
@@ -153,7 +153,10 @@ def test_a_shape_that_nothing_explains():
         ),
         (optax.apply_if_finite(muon(), 3), r"of \[0\] depends .*\(apply_if_finite\)"),
         (optax.contrib.prodigy(1.0), r"of \[0\] depends .*\(prodigy\)"),
-        (optax.chain(optax.add_noise(0.1, 0.5, 0), muon()), r"random key, \[0\]\.rng_key"),
+        (
+            optax.chain(optax.add_noise(0.1, 0.5, 0), muon()),
+            "draws random numbers at .*put that part of it outside",
+        ),
     ],
 )
 def test_refused(transform, says):
@@ -184,11 +187,13 @@ def test_a_state_that_is_no_tree_of_the_weights_is_refused():
     def update(grads, state, params=None):
         leaves, tree = jax.tree.flatten(grads)
         state = [0.9 * m + g for m, g in zip(state, leaves, strict=True)]
-        return tree.unflatten(state), state
+        return tree.unflatten([m @ m.T @ m if m.ndim == 2 else m for m in state]), state
 
     optim = mylib.by_matrix(optax.GradientTransformation(init, update), KEPT, mesh=EIGHT)
     with pytest.raises(ValueError, match=r"isn't at the weight's place .* but at \[0\]"):
         optim.init({"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))})
+    with pytest.raises(ValueError, match=r"isn't at the weight's place .* but at \[0\]"):
+        optim.init({"a": jnp.ones((8, 8)), "b": jnp.ones(8)})
 
 
 def sent(shapes, kept, mesh, over=None, **options):
@@ -344,7 +349,7 @@ def test_a_state_that_is_moved_away_is_told():
     optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
     moved = mylib.filter_shard(optim.init(params), P(), mesh=EIGHT)
     step = mylib.filter_jit(lambda grads, state: optim.update(grads, state))
-    with pytest.warns(mylib.PlacementWarning, match=r"state\.stacks.*P\(\) instead of"):
+    with pytest.warns(mylib.errors.PlacementWarning, match=r"state\.stacks.*P\(\) instead of"):
         step(params, moved)
 
 
@@ -459,3 +464,205 @@ def test_padding_is_a_matrix():
     _, state = optim.update(params, optim.init(params))
     ((stack,),) = state.stacks
     assert stack.shape == (8, 16, 24) and np.isfinite(stack).all()
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_transforms_that_differ_only_in_what_they_hold(name):
+    make = HOLDING[name]
+    transform = optax.partition({"a": make(1.0), "b": make(100.0)}, ["a", "b", "a"])
+    params = random_like([(16, 24)] * 3)
+    state = mylib.by_matrix(transform, KEPT, mesh=EIGHT).init(params)
+    # Callbacks and derivative rules are other objects in each trace, and may hold anything.
+    groups = [1, 1, 1] if name in ("callback", "rule") else [2, 1]
+    assert [len(update.group.numbers) for update in state.layout.updates] == groups
+    # Callbacks of eight devices wait for each other on machines with few cores.
+    if name != "callback":
+        assert max(compare(transform, params, KEPT, mesh=EIGHT)) < 1e-9
+
+
+def test_labels_with_equal_transforms_have_their_own_hyperparameters():
+    def make():
+        return optax.inject_hyperparams(lambda lr: optax.chain(muon(), optax.scale(lr)))(lr=0.1)
+
+    transform = optax.partition({"a": make(), "b": make()}, ["a", "b"])
+    params = random_like([(16, 24)] * 2)
+    plain = transform.init(params)
+    plain.inner_states["b"].inner_state.hyperparams["lr"] = jnp.asarray(0.7)
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    state = mylib.by_matrix.from_plain(plain, optim.init(params))
+    updates, _ = run(optim, params, state, 2)
+    assert difference(updates, run(transform, params, plain, 2)[0]) < 1e-12
+
+
+def test_hyperparameters_have_the_dtypes_of_the_optimiser_itself():
+    """Each group sees its own weights, and none of another label's."""
+    make = optax.inject_hyperparams(lambda lr: optax.chain(muon(), optax.scale(lr)))
+    transform = optax.partition({"a": make(lr=0.1), "b": make(lr=0.2)}, ["a", "b"])
+    params = [x.astype("bfloat16") for x in random_like([(16, 24)] * 2)]
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    state, plain = optim.init(params), transform.init(params)
+    saved = mylib.by_matrix.to_plain(state)
+    types = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert types(saved) == types(plain) and difference(saved, plain) == 0
+    assert types(mylib.by_matrix.from_plain(saved, state)) == types(state)
+    mixed = [params[0], params[1].astype("float32")]
+    optim = mylib.by_matrix(make(lr=0.1), KEPT, mesh=EIGHT)
+    with pytest.raises(
+        ValueError, match=r"of \[0\] is float32 beside .*, and bfloat16 alone: .*hyperparam_dtype"
+    ):
+        optim.init(mixed)
+
+
+def test_numbers_of_muon_that_a_matrix_does_not_have():
+    numbers = optax.contrib.MuonDimensionNumbers
+    stack = {"a": jnp.ones((3, 32, 8)), "b": jnp.ones((8, 8))}
+    dims = lambda leaf: (0, 1, 2) if leaf.ndim == 3 else mylib.rules.PASS  # noqa: E731
+    wrong = {"a": numbers(1, 2), "b": numbers()}
+    for given in (wrong, lambda tree: wrong):
+        optim = optax.contrib.muon(1.0, muon_weight_dimension_numbers=given)
+        with pytest.raises(ValueError, match=r"give MuonDimensionNumbers\(0, 1\).* of \['a'\] at"):
+            mylib.by_matrix(optim, KEPT, mesh=EIGHT, matrices=dims).init(stack)
+    for given in (numbers(), {"a": numbers(-2, -1), "b": None}):
+        optim = optax.contrib.muon(1.0, muon_weight_dimension_numbers=given)
+        mylib.by_matrix(optim, KEPT, mesh=EIGHT, matrices=dims).init(stack)
+
+
+def test_a_state_for_weights_of_other_shapes():
+    params, turned = {"w": jnp.ones((16, 24))}, {"w": jnp.ones((24, 16))}
+    optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
+    state = optim.init(params)
+    with pytest.raises(ValueError, match=r"plain\.mu\['w'\] is of shape \(24, 16\) .* \(16, 24\)"):
+        mylib.by_matrix.from_plain(muon().init(turned), state)
+    with pytest.raises(ValueError, match=r"anew, by init\(params\): updates\['w'\] is of shape"):
+        optim.update(turned, state)
+    with pytest.raises(ValueError, match=r"anew, by init\(params\): params\['w'\] is None"):
+        optim.update(params, state, {"w": None})
+    with pytest.raises(ValueError, match=r"updates is a dict with keys \['v'\] instead of .*'w'"):
+        optim.update({"v": jnp.ones((16, 24))}, state)
+    with pytest.raises(ValueError, match=r"plain\.mu is a dict with keys \['v'\] instead of"):
+        mylib.by_matrix.from_plain(muon().init({"v": params["w"]}), state)
+
+
+def like_the_weights():
+    """Updates in the weights' dtypes, without their values."""
+    cast = lambda updates, state, params: (  # noqa: E731
+        jax.tree.map(lambda x, p: x.astype(p.dtype), updates, params),
+        state,
+    )
+    return optax.chain(muon(), optax.GradientTransformation(optax.init_empty_state, cast))
+
+
+def widened():
+    return optax.chain(
+        optax.stateless(lambda updates, _: jax.tree.map(lambda x: x.astype(float), updates)),
+        optax.trace(0.9),
+        muon(),
+    )
+
+
+@pytest.mark.parametrize("count", [8, 3])
+@pytest.mark.parametrize("transform", [muon(), like_the_weights(), widened()])
+@pytest.mark.parametrize(
+    ("grads", "weights"),
+    [
+        (["bfloat16"], "float32"),
+        (["float32"], "bfloat16"),
+        (["float64"], "float32"),
+        (["float32", "float64"], "float64"),
+    ],
+)
+def test_dtypes_are_those_of_the_transform(grads, weights, transform, count):
+    params = [x.astype(weights) for x in random_like([(16, 24)] * count)]
+    given = [x.astype(grads[i % len(grads)]) for i, x in enumerate(params)]
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    updates, state = optim.update(given, optim.init(params), params)
+    expected, plain = transform.update(given, transform.init(params), params)
+    types = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]  # noqa: E731
+    assert types(updates) == types(expected)
+    if len(grads) == 1:
+        assert types(mylib.by_matrix.to_plain(state)) == types(plain)
+    assert difference(updates, expected) < (0.02 if "bfloat16" in grads else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (optax.contrib.reduce_on_plateau(), "reduce_on_plateau"),
+        (optax.chain(muon(), optax.contrib.momo()), "momo"),
+        (optax.polyak_sgd(), "scale_by_polyak"),
+    ],
+)
+def test_a_required_keyword(transform, name):
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    with pytest.raises(ValueError, match=rf"keyword outside, `optax\.chain.*{name}.*'value'"):
+        optim.init(random_like(EVEN))
+
+
+def test_an_optimiser_that_was_not_called():
+    for wrong in (optax.contrib.muon, "muon"):
+        with pytest.raises(TypeError, match=r"takes an optimiser: call muon\(\.\.\.\)"):
+            mylib.by_matrix(wrong, KEPT)
+
+
+@pytest.mark.parametrize("empty", [(0, 8), (0, 8, 8), (8, 0)])
+def test_leaves_without_elements(empty):
+    params = {"a": jnp.zeros(empty), "b": jnp.ones((16, 8))}
+    dims = lambda leaf: (0, 1, 2) if leaf.ndim == 3 else mylib.rules.PASS  # noqa: E731
+    options = {"mesh": EIGHT, "matrices": dims}
+    assert max(compare(optax.trace(0.9), params, P(), over="data", **options)) < 1e-12
+    if empty == (0, 8):  # Optax divides by the number of rows
+        optim = mylib.by_matrix(optax.contrib.muon(1.0), P(), "data", **options)
+        with pytest.raises(ValueError, match=r"leave \['a'\] out of the tree"):
+            optim.init(params)
+
+
+def labels(tree):
+    """Adam for an embedding, and for what is no matrix."""
+    return jax.tree.map(lambda x: "muon" if x.shape == (64, 64) else "adam", tree)
+
+
+def both(muon, adam):
+    return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+@pytest.mark.parametrize("outs", ["rule", "none"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_beside_adam_in_one_state(inside, outs):
+    """`kept` is right for the whole state, and what need not be whole stays where it is."""
+    adam = optax.scale_by_adam()
+    optim = (
+        mylib.by_matrix(both(muon(), adam), KEPT, mesh=EIGHT)
+        if inside
+        else both(mylib.by_matrix(muon(), KEPT, mesh=EIGHT), adam)
+    )
+    shapes = {"embedding": (256, 64), "layers": [(64, 64)] * 8, "bias": (64,)}
+    params = mylib.filter_shard(random_like(shapes), KEPT, mesh=EIGHT)
+    of_state = KEPT if outs == "rule" else None
+    state = mylib.filter_jit(optim.init, out_shardings=KEPT, mesh=EIGHT)(params)
+    options = {"out_shardings": (KEPT, of_state), "mesh": EIGHT}
+    step = mylib.filter_jit(lambda g, s: optim.update(g, s), **options)
+    report = mylib.audit(step, params, state)
+    assert {x.scope for x in report.collectives} == {"by_matrix"}
+    must = 2 * 8 * 64 * 64 * 7 / 64
+    assert report.wire_bytes() == pytest.approx(8 * must, rel=0.01)
+    updates, new = step(params, state)
+    expected, plain = both(muon(), adam).update(params, both(muon(), adam).init(params))
+    assert difference(updates, expected) < 1e-12
+    assert difference(mylib.by_matrix.to_plain(new), plain) < 1e-12
+    if of_state is not None:
+        spots = zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True)
+        assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in spots)
+        whole = sum(x.nbytes for x in jax.tree.leaves(plain))
+        assert sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(new)) < whole / 7
+    step(updates, new)  # without a warning
+
+
+def test_rules_leave_a_state_alone_wherever_it_is():
+    params = mylib.filter_shard(random_like(EVEN), KEPT, mesh=EIGHT)
+    state = mylib.by_matrix(muon(), KEPT, mesh=EIGHT).init(params)
+    tree = {"weights": random_like(EVEN), "state": (1, [state])}
+    placed = mylib.filter_shard(tree, KEPT, mesh=EIGHT)
+    assert placed["weights"][0].sharding.num_devices == 8
+    pairs = zip(jax.tree.leaves(placed["state"]), jax.tree.leaves(tree["state"]), strict=True)
+    assert all(x is y for x, y in pairs)
+    assert mylib.resolve(tree, KEPT, mesh=EIGHT)["state"][1][0].stacks == ((None,),)

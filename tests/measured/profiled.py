@@ -1,9 +1,6 @@
 """Small training steps that run on 8 devices, and their profiles."""
 
-import contextlib
 import gzip
-import io
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -136,7 +133,7 @@ def of_h100(name: str, folder: Path) -> tuple[Any, Path]:
 
 
 def written(folder: Path, **planes: dict[str, list[tuple[Any, ...]]]) -> Path:
-    """A trace with these planes, such as `TPU_0`: by line the events, each its name, its start and
+    """A trace with these planes, such as `GPU_0`: by line the events, each its name, its start and
     its length in nanoseconds, and its statistics.
     """
     text = ""
@@ -162,20 +159,3 @@ def written(folder: Path, **planes: dict[str, list[tuple[Any, ...]]]) -> Path:
     file = folder / "host.xplane.pb"
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
     return file
-
-
-class Terminal(io.StringIO):
-    """A standard output that is a terminal."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def terminal(monkeypatch: Any, width: int) -> Any:
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    yield

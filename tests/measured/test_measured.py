@@ -10,14 +10,12 @@ import numpy as np
 import profiled
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from terminals import terminal
 
 import mylib
-from mylib import machines
 
 ONE = mylib.make_mesh(data=8)
 PERMUTED = [3, 1, 0, 2, 7, 5, 6, 4]
-H100 = machines.gpu("h100")
-ONE_H100 = machines.gpu("h100", devices_per_host=1)
 
 
 def in_order(order, shape, names):
@@ -138,51 +136,19 @@ def test_loops_and_conditions(tmp_path):
         assert device.busy <= device.seconds
 
 
-def test_beside_an_estimate(mlp):
-    report, folder = mlp.report, mlp.folder
-    measured = report.measured(folder, H100)
-    found = report.estimate(H100)
-    assert measured.machine == "h100 x 8"
-    assert measured.estimated == (found.seconds, found.exposed)
-    over = found.parts["communication over data"]
-    assert sum(x.estimated for x in measured.collectives) == pytest.approx(over)
-    body = sum(x.estimated or 0 for x in measured.lines)
-    assert body == pytest.approx(found.seconds - found.exposed, rel=0.2)
-    text = repr(measured)
-    assert "estimated for h100 x 8" in text and "link" in text and text.count("estimated") == 4
-    assert "estimated" not in repr(report.measured(folder))
-
-
-def test_an_estimate_by_measured_rates(mlp):
-    """With the rates that a step reaches, its own estimate is what it took without waiting."""
-    report, measured = mlp.report, mlp.report.measured(mlp.folder)
-    found = report.estimate(H100, measured)
-    computing = sum(x.computing for x in measured.devices) / 8
-    sending = sum(x.sending for x in measured.collectives)
-    assert found.parts["communication over data"] == pytest.approx(sending, rel=1e-6)
-    assert 0.5 * computing < found.seconds - found.exposed < 1.1 * computing
-    assert found.seconds < 1.1 * (computing + sending)
-    low, high = found.interval
-    assert low <= found.seconds * 1.001 and found.seconds <= high * 1.001
-    assert "rates are those of step, as measured" in repr(found)
-    assert found.parts["memory"] > 10 * report.estimate(H100).parts["memory"]
-
-
-def test_text_and_page(mlp, monkeypatch):
+def test_text(mlp, monkeypatch):
     measured = mlp.report.measured(mlp.folder)
     text = repr(measured)
     assert text.startswith("step, measured: 2 calls on 8 devices, ")
     assert "100.0% of the busy time has a line of Python" in text
     for word in ("squares", "backward", "all-gather", "data", "weight", "device 7", "idle"):
         assert word in text
-    page = measured._repr_html_()
-    assert page.count("<svg") == 8 and "device 7" in page and "<script" not in page
     assert max(map(len, text.splitlines())) > 72
-    with profiled.terminal(monkeypatch, 72):
+    with terminal(monkeypatch, 72):
         narrow = repr(measured)
     cells = [line for line in narrow.partition("\n\n")[2].splitlines() if line.startswith("  ")]
     assert cells and max(map(len, cells)) <= 72
-    assert "in flight " in narrow and "waiting " in narrow
+    assert "waiting" in narrow
 
 
 def test_a_trace_of_another_program(mlp, tmp_path):
@@ -194,7 +160,7 @@ def test_a_trace_of_another_program(mlp, tmp_path):
 
     x = jax.device_put(jnp.ones((8, 8)), NamedSharding(ONE, P("data")))
     profiled.profile(tmp_path / "other", other, x)
-    with pytest.raises(mylib.AuditError, match=r"no call of 'step', but .*jit_other"):
+    with pytest.raises(mylib.errors.AuditError, match=r"no call of 'step', but .*jit_other"):
         report.measured(tmp_path / "other")
 
     # Of the same name, with other instructions; or with some of them.
@@ -202,9 +168,23 @@ def test_a_trace_of_another_program(mlp, tmp_path):
         function.__name__ = "step"
         profiled.profile(tmp_path / name, jax.jit(function), x)
         with pytest.raises(
-            mylib.AuditError, match=r"is not the audited program: it (runs|doesn't)"
+            mylib.errors.AuditError, match=r"is not the audited program: it (runs|doesn't)"
         ):
             report.measured(tmp_path / name)
+
+
+def test_a_trace_of_fewer_devices(tmp_path):
+    def step(x):
+        return jnp.sin(x) + 1
+
+    reports = []
+    for count in (8, 4):
+        mesh = Mesh(jax.devices()[:count], "d")
+        x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P("d")))
+        reports.append(mylib.audit(jax.jit(step), x))
+    profiled.profile(tmp_path / "of 4", jax.jit(step), x)
+    with pytest.raises(mylib.errors.AuditError, match="has 4 devices, and step runs on 8"):
+        reports[0].measured(tmp_path / "of 4")
 
 
 def test_several_programs_in_a_trace(mlp, tmp_path):
@@ -228,24 +208,26 @@ def test_several_programs_in_a_trace(mlp, tmp_path):
     jax.block_until_ready([*map(double, both)])
     with jax.profiler.trace(tmp_path / "both"):
         jax.block_until_ready([*map(double, both)])
-    with pytest.raises(mylib.AuditError, match="has 2 programs .* with the instructions"):
+    with pytest.raises(mylib.errors.AuditError, match="has 2 programs .* with the instructions"):
         mylib.audit(double, both[0]).measured(tmp_path / "both")
 
 
 def test_folders(mlp, tmp_path):
     report = mlp.report
-    with pytest.raises(mylib.AuditError, match="no trace in .*nowhere"):
+    with pytest.raises(mylib.errors.AuditError, match="no trace in .*nowhere"):
         report.measured(tmp_path / "nowhere")
     shutil.copytree(mlp.folder, tmp_path / "a")
     (file,) = (tmp_path / "a").rglob("*.xplane.pb")
     assert report.measured(file).calls == report.measured(str(tmp_path)).calls == 2
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(mylib.AuditError, match="2 traces in .* Pass the path of one of them"):
+    with pytest.raises(
+        mylib.errors.AuditError, match="2 traces in .* Pass the path of one of them"
+    ):
         report.measured(tmp_path)
     whole = file.read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 3):
         file.write_bytes(whole[:length])
-        with pytest.raises(mylib.AuditError, match="not a whole trace|no compiled program"):
+        with pytest.raises(mylib.errors.AuditError, match="not a whole trace|no compiled program"):
             report.measured(tmp_path / "a")
 
 
@@ -283,19 +265,23 @@ ENTRY %main {
 
 
 def device(late):
-    """What public descriptions say of a TPU's trace: on a device that starts later by this."""
+    """A stream of a GPU whose events start later by this. The collective is in two events."""
     ops = [("start", 0, 2), ("y", 2, 40), ("done", 42, 58 - late), ("z", 100 - late, 10)]
-    ops = [(f"%{x} = f32[64] op()", 1000 * i + late + a, n, {}) for i in (0, 1) for x, a, n in ops]
-    modules = [("jit_step(7)", 1000 * i + late, 110 - late, {}) for i in (0, 1)]
-    return {"XLA Modules": modules, "XLA Ops": ops, "Steps": [("0", 0, 110, {})]}
+    of = {"hlo_module": "jit_step", "program_id": 7}
+    return {
+        "Stream #1": [
+            (name, 1000 * i + late + start, length, {"hlo_op": name, **of})
+            for i in (0, 1)
+            for name, start, length in ops
+        ]
+    }
 
 
-def test_planes_of_tpus(tmp_path):
-    """Written by hand, after public descriptions. No real trace of a TPU was read."""
+def test_a_collective_in_two_events(tmp_path):
     report = mylib.audit(HLO)
-    written = profiled.written(tmp_path, TPU_0=device(0), TPU_1=device(30))
+    written = profiled.written(tmp_path, GPU_0=device(0), GPU_1=device(30))
     measured = report.measured(written)
-    assert measured.calls == 2 and "this is not tested on any" in repr(measured)
+    assert measured.calls == 2 and not measured.notes
     (sum_,) = measured.collectives
     first, second = measured.devices
     ns = pytest.approx
@@ -309,31 +295,24 @@ def test_planes_of_tpus(tmp_path):
     assert [(x.scope, x.phase) for x in measured.layers][:1] == [("one", "forward")]
 
 
-def test_asynchronous_line_of_tpus(tmp_path):
-    """While an event of it lasts, the collective is in flight, and a copy computes nothing."""
-    plane = device(0)
-    plane["Async XLA Ops"] = [
-        (f"%{name} = f32[64] op()", 1000 * i + 1, 60, {}) for i in (0, 1) for name in ("start", "x")
-    ]
-    measured = mylib.audit(HLO).measured(profiled.written(tmp_path, TPU_0=plane, TPU_1=plane))
-    (sum_,) = measured.collectives
-    assert sum_.in_flight == pytest.approx(60e-9) and sum_.times == 1
-    assert measured.devices[0].computing == pytest.approx(50e-9)
+def test_traces_of_tpus_are_asked_for(tmp_path):
+    written = profiled.written(tmp_path, TPU_0=device(0))
+    with pytest.raises(
+        mylib.errors.AuditError, match="can't read traces of TPUs.*issue with this one"
+    ):
+        mylib.audit(HLO).measured(written)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_a_real_gpu(name, tmp_path):
     """One H100: all kernels have an instruction, if there are no command buffers."""
     report, trace = profiled.of_h100(f"{name}_without_command_buffers", tmp_path)
-    measured = report.measured(trace, ONE_H100)
+    measured = report.measured(trace)
     assert measured.calls == 2 and [x.device for x in measured.devices] == [0]
     assert measured.attributed == 1.0 and not measured.unknown and not measured.notes
     (device,) = measured.devices
     assert sum(x.seconds for x in measured.lines) == pytest.approx(device.busy)
     assert 1e-5 < device.busy < device.seconds < 1e-2
-    # Each instruction of the entry runs once.
-    assert {cost.runs for cost in measured.costs} == ({1.0} if name == "mlp" else {1.0, 2.0})
-    assert report.estimate(ONE_H100, measured).seconds < 2 * device.seconds
 
 
 @pytest.mark.parametrize(("name", "share"), [("mlp", 1.0), ("gpt", 0.747)])
@@ -368,8 +347,6 @@ def test_executions_of_several_kernels(tmp_path):
     measured = mylib.audit(HLO).measured(profiled.written(tmp_path, GPU_0=plane, GPU_1=plane))
     (sum_,) = measured.collectives
     assert measured.calls == 2 and sum_.times == 2 and sum_.in_flight == pytest.approx(1e-7)
-    (sine,) = (cost for cost in measured.costs if cost.seconds == pytest.approx(20e-9))
-    assert sine.runs == 2
 
 
 def test_calls_of_gpus(tmp_path):
@@ -399,8 +376,8 @@ def test_instructions_of_collectives(mlp):
 
 def test_data_is_plain(tmp_path):
     measured = mylib.audit(HLO).measured(
-        profiled.written(tmp_path, TPU_0=device(0), TPU_1=device(0))
+        profiled.written(tmp_path, GPU_0=device(0), GPU_1=device(0))
     )
-    assert dataclasses.is_dataclass(measured) and type(measured).__module__ == "mylib"
+    assert dataclasses.is_dataclass(measured) and type(measured).__module__ == "mylib.results"
     for x in (measured.parts[0], measured.collectives[0], measured.devices[0]):
-        assert dataclasses.is_dataclass(x) and type(x).__module__ == "mylib"
+        assert dataclasses.is_dataclass(x) and type(x).__module__ == "mylib.results"

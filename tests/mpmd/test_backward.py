@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from models import Block
 
 import mylib
-from mylib.mpmd._backward import flattened, pieces
+from mylib._training.mpmd.backward import flattened, pieces
 
 WIDTH, ROWS = 32, 4
 KEYS = jax.random.split(jax.random.key(0), 3)

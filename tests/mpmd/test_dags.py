@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import mpmd
-from mylib._processes import comparison
+from mylib._moving.processes import comparison
 from mylib.testing import barrier, gather
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost(processes=2, devices_per_process=2)]

@@ -14,7 +14,7 @@ from models import Block
 
 import mylib
 from mylib import mpmd
-from mylib._compat import names
+from mylib._core.compat import names
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, VOCAB, LENGTH, ROWS, MICROBATCHES = 16, 32, 4, 16, 4

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import mpmd
-from mylib.mpmd import _loop
+from mylib._training.mpmd import loop as _loop
 
 WIDTH, ROWS, DEPTH, MICROBATCHES = 8, 64, 12, 8
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from agreeing import all_equal
 from jax.sharding import PartitionSpec as P
 from models import Block
 
 import mylib
 from mylib import mpmd
-from mylib.testing import all_equal
 
 WIDTH, ROWS, LENGTH, MICROBATCHES = 16, 16, 4, 4
 FSDP = mylib.rules.fsdp("data", min_size=1)

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import NamedSharding, PartitionSpec as P
 from transfers import Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
-from mylib._compat import coordination_client, names
-from mylib._links import origin_of
-from mylib._processes import comparison
-from mylib.testing import all_equal, assert_placed, assert_same_everywhere
+from mylib._core.compat import coordination_client, label_of, names
+from mylib._moving.processes import comparison
+from mylib.testing import assert_placed
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
 
@@ -274,7 +274,7 @@ class TestJit:
         with pytest.raises(mylib.PlacementError) as caught:
             f(model, X)
         text = str(caught.value)
-        assert "['model'].weight (4, 4)" in text and "['model'].bias (4,)" in text
+        assert "model.weight (4, 4)" in text and "model.bias (4,)" in text
         assert "on devices" in text and "mpmd.transfer" in text and "process 1" in text
         all_equal(text)
         f = mpmd.jit(lambda model: model, mesh=second, in_shardings=P())
@@ -311,8 +311,6 @@ def test_what_others_hold_is_described_or_refused_with_its_place():
     assert mylib.audit(mylib.filter_jit(lambda x: x + 1), x).collectives == ()
     assert_placed(x, P("data"), mesh=first)
     mylib.check_replicas({"x": x})
-    with pytest.raises(AssertionError, match=r"process 1: float32\[12, 4\] on process 0 \(compare"):
-        assert_same_everywhere({"x": x})
     everywhere = mesh_of(*range(8))
     for place in (mylib.filter_device_put, mylib.filter_shard):
         with pytest.raises(mylib.PlacementError, match="process 0"):
@@ -344,7 +342,7 @@ def test_origins_stay_short():
     for _ in range(20):
         x = mpmd.transfer(mpmd.transfer(x, P(), mesh=second), P("data"), mesh=first)
     assert_is(x, X, NamedSharding(first, P("data")))
-    assert len(origin_of(x)) < 300
+    assert len(label_of(x)) < 300
 
 
 def test_how_they_travel():
@@ -380,6 +378,7 @@ def test_addresses_are_of_this_host(address, monkeypatch):
     mpmd.initialize(address=address)
     x = mylib.filter_device_put(X, P("data"), mesh=mesh_of(0, 1))
     np.testing.assert_array_equal(mpmd.fetch(x), X)
+    coordination_client().wait_at_barrier("both have told theirs", 60_000)
     found = coordination_client().key_value_dir_get("mylib/links/addresses/")
     expected = "[::1]:" if ":" in address else "127.0.0.1:"
     assert len(found) == 2 and all(told.startswith(expected) for _, told in found)

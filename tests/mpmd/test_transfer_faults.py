@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
-from mylib._processes import comparison
-from mylib.testing import all_equal, barrier
+from mylib._moving.processes import comparison
+from mylib.testing import barrier
 
 # Every test breaks the connections of its processes, so each has processes of its own.
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)

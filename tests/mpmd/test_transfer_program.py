@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import NamedSharding, PartitionSpec as P
 from transfers import OTHER_DEVICES, Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
-from mylib.testing import all_equal, barrier
+from mylib.testing import barrier
 
 ENV = {"MYLIB_TRANSPORT": "program"}
 two_processes = pytest.mark.multihost(processes=2, devices_per_process=4, env=ENV)

@@ -341,7 +341,7 @@ class TestVary:
             return np.testing.assert_allclose(each, own, rtol=1e-5)
         else:
             twice = wanted > 1 and checked and "then" in form
-            warned = pytest.warns(mylib.SummedTwiceWarning) if twice else nullcontext()
+            warned = pytest.warns(mylib.errors.SummedTwiceWarning) if twice else nullcontext()
             with warned:
                 g = mylib.filter_shard_map(inside, out_specs=P(), **specs)(w, x)
         np.testing.assert_allclose(g, wanted * true, rtol=1e-5)

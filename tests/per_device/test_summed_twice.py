@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mylib
-from mylib._per_device.summed_twice import summed_twice
+from mylib._training.per_device.summed_twice import summed_twice
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
@@ -44,7 +44,7 @@ def told(step, *arguments, mesh=MESH, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = f(*arguments)
-    return result, [w for w in caught if w.category is mylib.SummedTwiceWarning]
+    return result, [w for w in caught if w.category is mylib.errors.SummedTwiceWarning]
 
 
 def of_varied(w, x):
@@ -290,7 +290,7 @@ def test_one_warning_for_a_model():
     np.testing.assert_allclose(*weights, atol=1e-4)
 
     mapped = mylib.filter_shard_map(step, mesh=MESH, out_specs=P(), **options)
-    with pytest.warns(mylib.SummedTwiceWarning) as caught:
+    with pytest.warns(mylib.errors.SummedTwiceWarning) as caught:
         mylib.filter_jit(mapped)(model, state, tokens)
     assert len(caught) == 1
 
@@ -301,9 +301,9 @@ def test_warnings_can_be_errors():
         lambda w, x: mean(gradient(w, x)), mesh=MESH, in_specs=(P(), P("data")), out_specs=P()
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error", mylib.SummedTwiceWarning)
+        warnings.simplefilter("error", mylib.errors.SummedTwiceWarning)
         for _ in range(2):
-            with pytest.raises(mylib.SummedTwiceWarning, match="twice"):
+            with pytest.raises(mylib.errors.SummedTwiceWarning, match="twice"):
                 step(W, X)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import tensor_cores
 
 import mylib
-from mylib._programs import all_jaxprs, jaxprs_in
+from mylib._core.jaxprs import all_jaxprs, jaxprs_in
 
 OLDER = jax.__version__.startswith("0.10.")
 X = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32

@@ -406,7 +406,7 @@ class TestWords:
         assert_says(
             caught.value,
             """
-            can't place 2 leaves:
+            can't place 2 leaves; the first: ['a'] (8,): these are flags
               ['a'] (8,)
                 asked for: donate=1, may_alias=None
                 but these are flags
@@ -450,7 +450,7 @@ class TestPrefixes:
     def test_several_places_where_it_does_not_fit(self):
         self.says(
             f"""
-            can't place 3 leaves:
+            can't place 3 leaves; the first: ['a']: the tree has a list of 2
               ['a']
                 asked for: a prefix that has a list of 1 here
                 but the tree has a list of 2
@@ -714,8 +714,8 @@ class TestStagedWords:
               the array (17, 4)
                 asked for: P('data') over {HERE}
                 but dimension 0 of size 17 does not divide into the 4 parts of 'data'
-                instead: pad it to 20, shard another dimension, or write None for this one
-            """,
+                instead: pad it to 20 (a batch: mylib.data.prefetch(..., tail='pad')), shard another dimension, or write None for this one
+            """,  # noqa: E501
             lambda x: mylib.filter_shard(x, P("data"), mesh=MESH),
             ones(17, 4),
         )
@@ -826,11 +826,13 @@ class TestOneErrorForAll:
         "key": P("data"),
     }
 
+    reason = "the spec has 2 entries, for an array of rank 1"
+
     def test_it_names_every_faulty_leaf(self):
         assert_says(
             error_of(mylib.filter_shard, self.faulty(), self.placement, mesh=MESH),
             f"""
-            can't place 3 leaves:
+            can't place 3 leaves; the first: ['long'] (8,): {self.reason}
               ['long'] (8,)
                 asked for: {P("data", "model")} over {HERE}
                 but the spec has 2 entries, for an array of rank 1
@@ -842,8 +844,8 @@ class TestOneErrorForAll:
               ['uneven'] (17, 3)
                 asked for: P('data') over {HERE}
                 but dimension 0 of size 17 does not divide into the 4 parts of 'data'
-                instead: pad it to 20, shard another dimension, or write None for this one
-            """,
+                instead: pad it to 20 (a batch: mylib.data.prefetch(..., tail='pad')), shard another dimension, or write None for this one
+            """,  # noqa: E501
         )
 
     def test_leaves_with_the_same_fault_share_its_explanation(self):
@@ -853,11 +855,11 @@ class TestOneErrorForAll:
             f"""
             can't place 3 leaves: dimension 0 of size 17 does not divide into the 4 parts of 'data'
                 asked for: P('data') over {HERE}
-                instead: pad it to 20, shard another dimension, or write None for this one
+                instead: pad it to 20 (a batch: mylib.data.prefetch(..., tail='pad')), shard another dimension, or write None for this one
               ['a'] (17,)
               ['b'][0] (17,)
               ['b'][1] (17, 2)
-            """,
+            """,  # noqa: E501
         )
 
     def test_each_leaf_is_named_with_what_was_asked_of_it(self):
@@ -918,7 +920,7 @@ class TestTheError:
 
     def test_has_faults(self):
         b, w = self.error().faults
-        assert b == mylib.Fault(
+        assert b == mylib.errors.Fault(
             path="['b']",
             shape=(8,),
             request=f"P('dta') over {HERE}",
@@ -965,11 +967,11 @@ class TestBeginners:
 
 def test_errors_have_a_common_base():
     errors = {
-        mylib.AuditError: ValueError,
+        mylib.errors.AuditError: ValueError,
         mylib.PlacementError: ValueError,
-        mylib.PlanError: ValueError,
-        mylib.ReplicaError: ValueError,
-        mylib.SavedProgramError: ValueError,
+        mylib.errors.PlanError: ValueError,
+        mylib.errors.ReplicaError: ValueError,
+        mylib.errors.SavedProgramError: ValueError,
         mylib.machines.CompilerError: ImportError,
         mylib.machines.NotHereError: RuntimeError,
         mylib.machines.OutOfMemoryError: RuntimeError,
@@ -977,4 +979,4 @@ def test_errors_have_a_common_base():
     }
     for error, base in errors.items():
         assert issubclass(error, mylib.MylibError) and issubclass(error, base)
-    assert not issubclass(mylib.ReplicaError, mylib.PlacementError)
+    assert not issubclass(mylib.errors.ReplicaError, mylib.PlacementError)

@@ -70,7 +70,12 @@ def test_names_without_indices():
 def test_each_with_its_own_fault():
     error = caught([np.zeros(8 * i + 1) for i in range(300)], P("data"))
     lines = str(error).splitlines()
-    assert lines[:3] == ["can't place 300 leaves:", "  [0] (1,)", lines[2]]
+    assert lines[:3] == [
+        "can't place 300 leaves; the first: [0] (1,): dimension 0 of size 1 does not divide into "
+        "the 8 parts of 'data'",
+        "  [0] (1,)",
+        lines[2],
+    ]
     assert lines[-2:] == ["and 293 more faults, of 293 leaves", "all of them are in `.faults`"]
     assert len(error.faults) == 300
 
@@ -82,6 +87,13 @@ def test_faults_of_no_leaf():
     assert len(error.faults) == 100
 
 
+def test_a_fault_of_the_tree_is_none_of_the_leaf_above_it():
+    tree = {"a": np.zeros(7), "b": np.zeros(6)}
+    text = str(caught(tree, by_path({"nothing": P()}) | (lambda leaf: P("data"))))
+    at = text.splitlines().index("  the whole tree")
+    assert "nothing" in "".join(text.splitlines()[at + 1 : at + 4])
+
+
 def test_explain_is_no_longer():
     explanation = mylib.explain([np.zeros(8 * i + 1) for i in range(99)], P("data"), MESH)
     assert len(explanation.faults) == 99
@@ -90,7 +102,9 @@ def test_explain_is_no_longer():
 
 def test_assert_placed():
     tree = mylib.filter_shard([np.zeros(8) for _ in range(300)], P(), mesh=MESH)
+    first = "300 leaves not where expected; the first: [0] (8,) is at: "
     with pytest.raises(AssertionError) as error:
         assert_placed(tree, P("data"), mesh=MESH)
-    assert str(error.value).splitlines()[:2] == ["not where they should be:", "  [0..299] (8,)"]
+    assert str(error.value).startswith(first)
+    assert str(error.value).splitlines()[1] == "  [0..299] (8,)"
     assert len(str(error.value).splitlines()) == 5

@@ -26,7 +26,7 @@ from jax.sharding import (
 )
 
 import mylib
-from mylib._placement import bytes_on_each
+from mylib._core.placement import bytes_on_each
 from mylib.rules import PASS
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -195,7 +195,6 @@ class TestLeaves:
             np.array([1], "m8[s]"),
             np.zeros(2, [("a", "f4"), ("b", "i4")]),
             np.zeros(2, np.dtype("V3")),
-            np.zeros(2, np.dtype("float32").newbyteorder()),
             np.zeros(2, jax.dtypes.float0),
             np.ma.masked_array([1.0, 2.0], [True, False]),
             np.str_("text"),
@@ -209,6 +208,17 @@ class TestLeaves:
         assert mylib.resolve(x, placement, mesh=MESH) is None
         assert mylib.resolve([x], [placement], mesh=MESH) == [None]
         assert mylib.filter_shard(x, placement, mesh=MESH) is x
+
+    def test_bytes_in_another_order(self):
+        x = np.arange(8, dtype=">f4")
+        for placed in (
+            mylib.filter_shard(x, P("data"), mesh=MESH),
+            jax.jit(lambda: mylib.filter_shard(x, P("data"), mesh=MESH))(),
+            mylib.filter_jit(lambda x: x, in_shardings=ROWS)(x),
+            mylib.filter_device_put(x),
+        ):
+            assert placed.dtype == np.float32 and placed.tolist() == [*range(8)]
+        assert mylib.filter_shard(x, None) is x
 
     def test_nothing_to_place_needs_no_mesh(self):
         assert mylib.resolve((1, None, "text"), P("data")) == (None, None, None)

@@ -31,11 +31,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from random_models import PARTS, TIME, Images, Net, Train
 
 import mylib
-from mylib._plan.candidates import priced
-from mylib._plan.fixes import FixedParts
-from mylib._plan.plan import plan_of
-from mylib._plan.price import with_figures
-from mylib._plan.trace import PlannedStep, trace
+from mylib._planning.plan.candidates import priced
+from mylib._planning.plan.fixes import FixedParts
+from mylib._planning.plan.plan import plan_of
+from mylib._planning.plan.price import with_figures
+from mylib._planning.plan.trace import PlannedStep, trace
 
 MESHES = {
     "8": {"data": 8}, "4x2": {"data": 4, "model": 2}, "2x4": {"data": 2, "model": 4},
@@ -512,7 +512,7 @@ def run(program, calls=2):
     try:
         with jax.enable_x64(True):
             return _run(program, calls)
-    except mylib.PlanError as error:
+    except mylib.errors.PlanError as error:
         return Outcome("refused", str(error))
     except Exception:
         return Outcome("failed", traceback.format_exc())
@@ -568,14 +568,14 @@ def some_of(plan, step, args, program):
     fixed = FixedParts(options.get("kept"), options.get("used"))
     found = priced(traced, with_figures(target)[0], float("inf"), options["axes"], fixed)
     name = random.Random(program.seed).choice(plan.others).name
-    yield plan_of([x for x in found if x.name == name], [], target, True, None)
+    yield plan_of([x for x in found if x.name == name], [], target, float("inf"), True, None)
 
 
 def look_at(plan, args):
     """What a plan tells, and that it can be saved."""
     text = plan.as_text()
     saved = mylib.Plan.of(text, layers=plan.layers)
-    assert saved == plan and saved.as_text() == text and not plan.diff(saved)
+    assert saved == plan and saved.as_text() == text
     assert repr(plan) and plan._repr_html_()
     assert "was chosen" in plan.why_not(plan.chosen.name)
     for x in (*plan.others, *plan.rejected):

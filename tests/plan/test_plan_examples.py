@@ -88,7 +88,7 @@ def compare(name, strategy, machine):
 def test_is_the_program_of_the_example(name, strategy):
     told = _REFUSED.get((name, strategy), _REFUSED.get(name))
     if told is not None:
-        with pytest.raises(mylib.PlanError, match=told):
+        with pytest.raises(mylib.errors.PlanError, match=told):
             compare(name, strategy, mylib.machines.here())
     else:
         compare(name, strategy, mylib.machines.here())

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import mylib
-from mylib._compat import describe_cudnn
-from mylib._dims import program_of
-from mylib._plan.trace import PlannedStep, layers_of, trace
+from mylib._core.compat import cudnn_as_described, describe_cudnn
+from mylib._core.dims import program_of
+from mylib._planning.plan.trace import PlannedStep, layers_of, trace
 
 KEY = jax.random.key(0)
 
@@ -119,7 +119,8 @@ def test_the_attention_of_cudnn():
         return out.astype(jnp.float32).sum()
 
     shape = jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16)
-    read = program_of(jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(shape, shape, shape))
+    with cudnn_as_described():
+        read = program_of(jax.make_jaxpr(jax.grad(run, (0, 1, 2)))(shape, shape, shape))
     q, k, v = map(read.dims.groups, read.inputs)
     assert (q[0], q[2]) == (k[0], k[2]) == (v[0], v[2])
     assert len({*q, *k, *v}) > 4 and not read.unknown
@@ -180,5 +181,7 @@ def test_a_kernel_that_compilers_cant_split():
     def make(key):
         return Attending(eqx.nn.Linear(128, 128, key=key))
 
-    with pytest.raises(mylib.PlanError, match=r"split splash_mha.*mylib.opaque\(f, like=f\)"):
+    with pytest.raises(
+        mylib.errors.PlanError, match=r"split splash_mha.*mylib.opaque\(f, like=f\)"
+    ):
         traced(make, batch, steps.squared_loss)

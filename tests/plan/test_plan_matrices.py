@@ -9,8 +9,8 @@ import pytest
 
 import mylib
 from mylib import machines
-from mylib._plan.candidates import priced
-from mylib._plan.trace import PlannedStep, trace
+from mylib._planning.plan.candidates import priced
+from mylib._planning.plan.trace import PlannedStep, trace
 
 WIDTH, LAYERS = 256, 4
 H100S = machines.gpu("h100", hosts=1, devices_per_host=8)
@@ -127,7 +127,7 @@ def test_a_step_that_has_owners_already():
     mesh = mylib.make_mesh(data=8)
     step, make, x = training(mylib.by_matrix(muon(), kept, mesh=mesh), 2, 64)
     args = x, *eqx.filter_eval_shape(make, jax.random.key(0))
-    with pytest.raises(mylib.PlanError, match=r"write mylib.by_matrix\(transform, None\)"):
+    with pytest.raises(mylib.errors.PlanError, match=r"write mylib.by_matrix\(transform, None\)"):
         mylib.plan(step, *args, compile=0)
 
 

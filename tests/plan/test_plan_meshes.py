@@ -140,7 +140,7 @@ HANDED = "hand over the step as for one device, without fully_shard, in_sharding
 def test_a_step_with_fully_shard(sharded, machine):
     with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
         step = steps.step_of(steps.squared_loss, lambda model: sharded(model, mesh))
-        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+        with pytest.raises(mylib.errors.PlanError, match=HANDED) as caught:
             mylib.plan(step, BATCH, *start(), machine=machine, policies=("full",), compile=0)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -157,7 +157,7 @@ def test_a_step_with_constraints_of_jax(placed):
     def step(batch, model, state):
         return STEP(placed(batch), model, state)
 
-    with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+    with pytest.raises(mylib.errors.PlanError, match=HANDED) as caught:
         mylib.plan(step, BATCH, *start(), machine="h100 x 16", compile=0)
     assert "test_plan_meshes.py:" in str(caught.value)
     assert "mylib.filter_shard(x, mylib.rules.where_present(spec))" in str(caught.value)
@@ -184,7 +184,7 @@ def test_a_constraint_that_a_plan_may_lack():
 def test_a_step_with_placements(options, is_given):
     with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
         step = mylib.filter_jit(STEP, **options, mesh=mesh if is_given else None)
-        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+        with pytest.raises(mylib.errors.PlanError, match=HANDED) as caught:
             mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -196,7 +196,7 @@ def test_a_step_with_constraints():
     def step(batch, *others):
         return STEP(eqx.filter_shard(batch, placed), *others)
 
-    with pytest.raises(mylib.PlanError, match=rf"{HANDED}.*places an array at NamedShard"):
+    with pytest.raises(mylib.errors.PlanError, match=rf"{HANDED}.*places an array at NamedShard"):
         mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
 
 

@@ -77,7 +77,7 @@ def test_more_of_them_take_less_memory():
     held = [memory_of(plan, name) for name in names]
     assert held == sorted(held, reverse=True)
     assert plan.micro_batches == 1
-    assert "micro_batches" in planned(1e9, (2,)).diff(plan)
+    assert planned(1e9, (2,)) != plan
 
 
 def test_as_many_are_chosen_as_fit():
@@ -89,8 +89,9 @@ def test_as_many_are_chosen_as_fit():
 
 def test_a_micro_batch_that_devices_cannot_share():
     plan = planned(1e9, (1, 512))
-    assert "2048 rows in 512 micro-batches can't be divided over 8 devices" in plan.why_not(
-        "FSDP 8, 512 micro-batches"
+    assert (
+        "2048 rows of batch in 512 micro-batches can't be divided over 8 devices"
+        in plan.why_not("FSDP 8, 512 micro-batches")
     )
 
 
@@ -109,13 +110,11 @@ def test_a_plan_with_micro_batches_trains_as_one_device():
 
 def test_what_would_help_where_nothing_fits():
     least = memory_of(planned(1e9), "FSDP 8")
-    with pytest.raises(mylib.PlanError) as caught:
+    with pytest.raises(mylib.errors.PlanError) as caught:
         planned(0.99 * least, axes={"data": 8})
     message = str(caught.value)
     assert 'policies=("offload_inputs",)' in message
-    assert "or 2 micro-batches in the step (by the model of its price)" in message
-    with pytest.raises(mylib.PlanError, match="or micro-batches in the step"):
-        planned(10_000)
+    assert "or micro-batches in the step (micro_batches=)" in message
 
 
 def test_what_is_offloaded_takes_no_memory_and_time():

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import planned_steps as steps
 import pytest
+from agreeing import all_equal
 
 import mylib
 
@@ -16,8 +17,8 @@ def test_all_read_one_plan():
         mylib.plan(step, *args, policies=("full",))
     options = {"policies": ("full",), "compile": 0, "axes": {"data": 2, "model": 2}}
     plan = mylib.Plan.of(mylib.plan(step, *args, **options).as_text())
-    mylib.testing.all_equal(plan.as_text())
+    all_equal(plan.as_text())
     model, state = plan.make(lambda key: steps.with_state(steps.mlp(key)), jax.random.key(0))
     *_, loss = plan.jit(step)(np.ones((16, 64), np.float32), model, state)
-    mylib.testing.all_equal(float(loss))
+    all_equal(float(loss))
     assert loss > 0

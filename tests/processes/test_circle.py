@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mylib._processes.circle import Waiting, circle_before
-from mylib._processes.order import lane_name
+from mylib._moving.processes.circle import Waiting, circle_before
+from mylib._moving.processes.order import lane_name
 
 Calls = list[tuple[int, ...]]
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import given, strategies as st
 
-from mylib import Fault, PlacementError
-from mylib._processes import copies, differences
-from mylib._text import apart, in_short
+from mylib import PlacementError
+from mylib._core.text import apart, in_short
+from mylib._moving.processes import copies, differences
+from mylib.errors import Fault
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
@@ -71,7 +72,7 @@ def test_all_leaves_of_all_processes():
     assert len(others) == 199
     assert "only the first 100 such faults are described" in others[-1].reason
     text = str(PlacementError([first, *others]))
-    assert text.startswith("can't place 200 leaves:") and len(text) < 50_000
+    assert text.startswith("can't place 200 leaves; the first: ") and len(text) < 50_000
     assert sent < 50_000 and read < 50_000
 
 
@@ -162,6 +163,8 @@ def test_long_texts_that_differ_in_a_digit():
     texts = [f"{'an array of some kind ' * 12}in train.py:{n} on process 0" for n in (21, 22)]
     (only,), *_ = outcome(lambda me: {EVERYBODY: {"w": texts[me == 50]}})
     assert only.reason.endswith("; the first has train.py:21, the second train.py:22")
+    shapes = [f"{'an array of some kind ' * 12}float32[8, {n}] here" for n in (2, 3)]
+    assert apart(*shapes) == "; the first has float32[8,2], the second float32[8,3]"
     # What is short is read as it is.
     assert apart("train.py:21", "train.py:22") == ""
 

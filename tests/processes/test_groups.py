@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from mylib._processes import groups
+from mylib._moving.processes import groups
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

@@ -1,5 +1,6 @@
 """Processes that are not in step: late, interrupted, or with other calls. They are told."""
 
+import importlib
 import os
 import signal
 import threading
@@ -9,11 +10,12 @@ from contextlib import nullcontext, suppress
 import jax
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import Mesh, PartitionSpec as P
 from stopping import stopped_for
 
 import mylib
-from mylib.testing import all_equal, barrier, gather
+from mylib.testing import barrier, gather
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2)
 
@@ -85,6 +87,30 @@ def test_an_error_before_the_processes_meet_counts(mesh):
     else:
         with pytest.raises(TimeoutError, match="process 0 was interrupted"):
             mylib.filter_shard(x, P(), mesh=mesh)
+    assert _whole(_place(mesh, 2)) == [2] * 4
+
+
+def test_an_interrupt_between_the_two_meetings_of_a_refused_call(mesh, monkeypatch):
+    """The first one finds a difference, the second one says which."""
+    agreement = importlib.import_module("mylib._moving.processes.agreement")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def make(value: float) -> None:
+        mylib.filter_shard(np.full(4, value, np.float32), P(), mesh=mesh)
+
+    me = jax.process_index()
+    with monkeypatch.context() as patched:
+        if me == 0:
+            patched.setattr(agreement, "faults_in_full", interrupted)
+        with pytest.raises((KeyboardInterrupt, TimeoutError)) as caught:
+            make(me)
+    assert me == 0 or "process 0 was interrupted (KeyboardInterrupt)" in str(caught.value)
+    # Equal calls are not refused, and others are, by their own difference.
+    make(2)
+    with pytest.raises(mylib.PlacementError, match="it differs between them"):
+        make(3 + me)
     assert _whole(_place(mesh, 2)) == [2] * 4
 
 

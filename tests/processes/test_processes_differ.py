@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib.testing import all_equal, assert_placed, barrier
+from mylib.testing import assert_placed, barrier
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
 
@@ -53,7 +54,7 @@ def test_copies_of_trees_that_differ(mesh, odd, told):
     wanted = odd if jax.process_index() == 1 else usual
     tree = {name: _place(np.ones(s, d), mesh, spec) for name, (s, d, spec) in wanted.items()}
     tree["fine"] = [_place(np.ones(4, np.float32), mesh, P()) for _ in range(3)]
-    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
+    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
     assert "['w'] (8, 2)" in text and told in text and "['fine']" not in text
     assert "not the same array in all processes" in text
     mylib.check_replicas(tree["fine"])
@@ -63,7 +64,7 @@ def test_an_array_that_one_process_has_for_itself(mesh):
     own = Mesh(np.array(jax.local_devices()), ("d",))
     where = mesh if jax.process_index() == 0 else own
     tree = {"w": _place(np.ones(4), where, P()), "fine": _place(np.ones(4), mesh, P())}
-    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
+    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
     assert "['w'] (4,)" in text and "['fine']" not in text
 
 
@@ -76,7 +77,7 @@ def test_copies_of_offloaded_and_large_arrays(mesh):
         "across": _place(np.full((4, 2), me, np.float32), mesh, P(None, "model")),
     }
     # The rows of "large" are copied within each process only.
-    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
+    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
     assert "['count'] ()" in text and "['across'] (4, 2)" in text and "['large']" not in text
     assert "process 0 on devices 0, 1, 2, 3; process 1 on devices" in text
 
@@ -93,8 +94,12 @@ def test_copies_within_a_process_that_differ(mesh):
         ]
         where = NamedSharding(mesh, P())
         tree[name] = jax.make_array_from_single_device_arrays((4,), where, mine)
-    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
-    assert text.startswith("copies differ in 2 leaves:") and "['fine']" not in text
+    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
+    assert (
+        text.startswith("copies differ in 2 leaves; the first: ['both'] (4,): ")
+        and "['one']" in text
+        and "['fine']" not in text
+    )
     last = devices[7].id
     assert f"process 1 on devices 2048, 2049, 2050; process 1 on device {last}" in text
     assert (
@@ -106,7 +111,7 @@ def test_many_arrays_that_all_differ(mesh):
     mine = np.full(4, jax.process_index(), np.float32)
     where = NamedSharding(mesh, P())
     tree = [jax.make_array_from_process_local_data(where, mine, (4,)) for _ in range(2000)]
-    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
+    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
     assert text.startswith("copies differ in 2000 leaves")
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mylib
-from mylib import ReplicaError, check_replicas, filter_shard
-from mylib._processes import replicas as _replicas
+from mylib import check_replicas, filter_shard
+from mylib._moving.processes import replicas as _replicas
+from mylib.errors import ReplicaError
 
 DTYPES = [
     *("bool int8 uint8 int16 uint16 int32 uint32 float16 float32 complex64".split()),
@@ -86,7 +87,7 @@ def test_what_differs_is_named():
     assert "process 0 on device 0; process 0 on device 1" in bad.reason
     assert "process 0 on devices 0, 1, 3, 4, 6, 7; process 0 on devices 2, 5" in worse.reason
     message = str(error.value)
-    assert message.startswith("copies differ in 2 leaves:")
+    assert message.startswith("copies differ in 2 leaves; the first: ['bad'][0] (8, 2): ")
     assert "good" not in message
     assert str(pickle.loads(pickle.dumps(error.value))) == message
     assert str(copy.deepcopy(error.value)) == message

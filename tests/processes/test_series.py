@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from mylib._compat import coordination_client
-from mylib._processes import JUDGED, Conclusion, Series, digest, exchange
+from mylib._core.compat import coordination_client
+from mylib._moving.processes import JUDGED, Conclusion, Series, digest, exchange
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
 

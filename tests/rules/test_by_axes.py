@@ -360,7 +360,10 @@ class TestEquinoxLayers:
             seen[leaf.name] = (told, leaf.shape)
 
         mylib.resolve(eqx.filter(layer, is_inexact), look)
-        expected = {name: f"names {dims.strip()!r}" for name, dims in names.items()}
+        expected = {
+            name: f"names {dims.strip()!r}" if dims.strip("_ ") else "no axis for its names"
+            for name, dims in names.items()
+        }
         assert {name: told for name, (told, _) in seen.items()} == expected
         assert {name: seen[name][1] for name in shapes} == shapes
 

@@ -1,7 +1,6 @@
 """What the page on rules shows of a transformer is what the rules do with it."""
 
 import contextlib
-import io
 import itertools
 import sys
 import types
@@ -24,8 +23,10 @@ def page():
     blocks = itertools.takewhile(lambda block: block.language == "python", _pages.blocks(_PAGE))
     module = types.ModuleType("rules_page")
     sys.modules["rules_page"] = module
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    printed = _pages.Terminal()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        for name, value in _pages.SITE.items():
+            patch.setenv(name, value)
         for block in blocks:
             exec(compile(block.text, str(_PAGE), "exec"), module.__dict__)
     return module, printed.getvalue()

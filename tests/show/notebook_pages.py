@@ -89,7 +89,6 @@ SHOWN: dict[str, Callable[[], object]] = {
     ),
     "pod": lambda: mylib.show(transformer(POD, 4096)),
     "line": lambda: mylib.show(abstract((64, 8), mesh(data=64), P("data"))),
-    "loads": lambda: mylib.show({"a": abstract((64,), PAIR, P("data")), "b": jnp.ones(64)}),
     "host": lambda: mylib.show({"a": np.ones(3), "b": "text"}),
     "nothing": lambda: mylib.show({}),
     "moves": moved,

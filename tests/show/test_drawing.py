@@ -89,18 +89,6 @@ def span(text):
     return int(start), int(stop)
 
 
-def read_page(shape, text):
-    """The same of the SVG, by the texts over its cells."""
-    held = {}
-    for index, devices in re.findall(r"<title>array\[(.*?)\]\n.*? on cpu (.*?)</title>", text):
-        spans = [x for x in index.split(", ") if x]
-        part = tuple((0, n) if x == ":" else span(x) for x, n in zip(spans, shape, strict=True))
-        for device in numbers(devices):
-            assert device not in held
-            held[device] = part
-    return held
-
-
 @given(places())
 def test_every_part_is_drawn_with_the_devices_that_hold_it(given):
     shape, place = given
@@ -108,7 +96,8 @@ def test_every_part_is_drawn_with_the_devices_that_hold_it(given):
     expected = held_by_device(shape, place)
     shown = mylib.show(x)
     assert read_drawing(shape, str(shown)) == expected
-    assert read_page(shape, shown._repr_html_()) == expected
+    drawing = str(shown).partition("which device")[2]
+    assert drawing in shown._repr_html_().replace("&#x27;", "'")
 
 
 @given(places())
@@ -213,7 +202,7 @@ def test_large_meshes_are_shortened():
 
     deep = AbstractMesh((4, 4, 2, 2), ("a", "b", "c", "d"), axis_types=AUTO * 4)
     panels = drawn((4, 4, 2, 2), deep, P("a", "b", "c", "d")).splitlines()
-    assert panels[-1] == "and 8 more like these"
+    assert panels[-1] == "and 8 more grids"
 
 
 def test_a_page_of_a_large_mesh_is_small():

@@ -42,7 +42,7 @@ def test_well_formed(page):
     tags.feed(page)
     assert not tags.open
     assert set(tags.seen) <= set(
-        "div style p table thead tbody tr th td wbr svg rect text title".split()
+        "div style p pre table thead tbody tr th td wbr svg rect text title".split()
     )
     assert not [name for name in tags.attributes if name.startswith("on") or name == "href"]
 
@@ -83,30 +83,24 @@ def test_copies_have_the_same_colour():
     assert fills == fills[:2] * 4 and fills[0] != fills[1]
 
 
-def test_loads_are_drawn_where_they_differ():
-    even = mylib.show([abstract((8,), MESH, P())])._repr_html_()
-    uneven = mylib.show([abstract((8,), MESH, P()), jnp.ones(8)])._repr_html_()
-    assert "bytes each" not in even and "bytes each" in uneven
-
-
 def test_many_panels_are_shortened():
     over = pages.mesh(a=16, b=2, c=2)
     shown = mylib.show(abstract((16, 2, 2), over, P("a", "b", "c")))._repr_html_()
     # Of the array, and of the mesh.
-    assert shown.count("and 8 more like these") == 2 and shown.count("<svg") == 16
+    assert shown.count("and 8 more grids") == 2 and shown.count("<svg") == 8
 
 
 def test_a_mesh_without_axes():
     one = jax.sharding.Mesh(np.array(jax.devices()[0]), ())
     shown = mylib.show(abstract((2,), one, P()))
-    assert "mesh (): cpu 0" in str(shown) and shown._repr_html_().count("<rect") == 2
+    assert "mesh (): cpu 0" in str(shown) and shown._repr_html_().count("<rect") == 1
 
 
 def test_what_goes_to_the_host():
     before = {"a": abstract((8,), MESH, P("data")), "b": np.ones(8, np.float32)}
     after = {"a": np.ones(8, np.float32), "b": abstract((8,), MESH, P("data"))}
     page = mylib.show(before, after)._repr_html_()
-    assert "host memory" in texts(page, "td") and "cpu 0-7" in texts(page, "td")
+    assert "host memory" in texts(page, "td")
 
 
 def test_what_a_report_shows():
@@ -114,11 +108,6 @@ def test_what_a_report_shows():
     page = audited._repr_html_()
     cells = texts(page, "td")
     assert all(c.kind in cells for c in audited.collectives) and "arguments" in cells
-    assert any("collective: all-" in row.get("title", "") for row in rows_of(page))
-
-
-def rows_of(page):
-    return ElementTree.fromstring(page).iter("tr")
 
 
 NASTY = "</td><script>alert('&\"')</script>\x00\x1b\ud800"

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from hypothesis import given, strategies as st
 from jax.experimental import multihost_utils
 
-from mylib.testing import all_equal, barrier, gather, info, same_program
+from mylib.testing import barrier, gather, info, same_program
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
 
@@ -134,13 +135,9 @@ def test_one_is_skipped():
 
 
 def test_processes_disagree():
-    with pytest.raises(AssertionError, match="process 1: 1"):
-        all_equal(me())
     with pytest.raises(AssertionError, match="process 0 has a different program than process 1"):
         same_program(lambda x: x + me(), jnp.ones(3))
     same_program(lambda x: x + 1, jnp.ones(3))
-    with pytest.raises(AssertionError, match="the processes disagree"):
-        all_equal({"a": me() > 0})
 
 
 # With one device the computation would be waited for.

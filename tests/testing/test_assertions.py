@@ -1,7 +1,6 @@
 """`assert_placed`: arrays are where `filter_shard` would put them."""
 
 import contextlib
-import math
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.rules import fsdp
-from mylib.testing import assert_placed, assert_same_everywhere, info
+from mylib.testing import assert_placed
 
 SPECS = [P(), P("data"), P("model"), P(None, "data"), P("data", "model"), P(("data", "model"))]
 specs = st.sampled_from(SPECS)
@@ -131,7 +130,7 @@ def test_the_mesh_is_that_of_the_arrays(mylib_mesh):
     with pytest.raises(AssertionError) as caught:
         assert_placed({"model": placed, "forgotten": jnp.zeros(3)}, fsdp("data"))
     assert "['forgotten'] (3,)" in str(caught.value) and "'model'" not in str(caught.value)
-    with pytest.raises(AssertionError, match="where they should be"):
+    with pytest.raises(AssertionError, match="not where expected"):
         assert_placed(placed, P())
     with pytest.raises(mylib.PlacementError, match="a PartitionSpec needs a mesh"):
         assert_placed(model, P())
@@ -141,7 +140,7 @@ def test_the_mesh_is_that_of_the_arrays(mylib_mesh):
 
 def test_a_mesh_in_force_comes_first(mylib_mesh):
     placed = mylib.filter_shard(np.zeros(8), P("data"), mesh=AUTO)
-    with jax.set_mesh(mylib_mesh), pytest.raises(AssertionError, match="where they should be"):
+    with jax.set_mesh(mylib_mesh), pytest.raises(AssertionError, match="not where expected"):
         assert_placed(placed, P("data"))
 
 
@@ -163,14 +162,3 @@ def test_rules_prefixes_and_what_is_left_alone():
 def test_faults_of_the_request_itself():
     with pytest.raises(mylib.PlacementError, match="has no axis 'dta'"):
         assert_placed({"x": jnp.zeros(8)}, P("dta"), mesh=AUTO)
-
-
-def test_alone():
-    """In one process the assertions about many hold."""
-    assert info().process_count == 1
-    assert_same_everywhere({"x": jnp.ones(3), "key": jax.random.key(0), "f": jnp.sin, "n": None})
-
-
-@pytest.mark.parametrize("value", [math.nan, [math.nan, 1], {"b": math.nan, "a": None}])
-def test_nan_is_equal_to_itself(value):
-    mylib.testing.all_equal(value)

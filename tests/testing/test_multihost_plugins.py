@@ -179,6 +179,5 @@ def test_a_name_that_can_not_be_resolved(folder, renamed, command):
     done = folder.run(*renamed, "-m", *command, timeout=300)
     text = done.stdout.str() + done.stderr.str()
     assert done.ret != 0
-    assert "this machine can't resolve its own name, 'nosuch.invalid'" in text, text
+    assert "may not be able to resolve its own name, 'nosuch.invalid'" in text, text
     assert 'echo "127.0.0.1 nosuch.invalid" >> /etc/hosts' in text
-    assert "device.cc" not in text

@@ -413,7 +413,7 @@ def test_a_check_without_a_placement():
     shards = [jax.device_put(np.full(2, i), device) for i, device in enumerate(jax.devices())]
     differing = jax.make_array_from_single_device_arrays((2,), replicated, shards)
     assert mylib.filter_device_put(differing) is differing
-    with pytest.raises(mylib.ReplicaError):
+    with pytest.raises(mylib.errors.ReplicaError):
         mylib.filter_device_put(differing, check=True)
     with pytest.raises(TypeError, match="check=True compares values"):
         jax.jit(lambda x: mylib.filter_device_put(x, check=True))(jnp.ones(2))
@@ -600,8 +600,8 @@ def as_on_accelerators(monkeypatch):
     """Takes CPU devices for accelerators, and every array for one that is worth a program: the
     paths that no machine without a GPU would take otherwise.
     """
-    monkeypatch.setattr("mylib._transfer.eager._on_cpu", lambda sharding: False)
-    monkeypatch.setattr("mylib._transfer.thresholds.WORTH_COMPILING", 0)
+    monkeypatch.setattr("mylib._moving.transfer.eager._on_cpu", lambda sharding: False)
+    monkeypatch.setattr("mylib._moving.transfer.thresholds.WORTH_COMPILING", 0)
 
 
 @pytest.mark.usefixtures("as_on_accelerators")

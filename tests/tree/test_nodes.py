@@ -88,7 +88,7 @@ def test_filter_jit(make, donate):
 
 
 def test_what_was_not_donated_is_named():
-    with pytest.warns(mylib.DonationWarning, match=r"was given p\.a \(8,\), p\.b \(8,\)"):
+    with pytest.warns(mylib.errors.DonationWarning, match=r"was given p\.a \(8,\), p\.b \(8,\)"):
         assert mylib.filter_jit(lambda p: p.a.sum() + p.b.sum(), donate="warn")(pair()) == 8
 
 
@@ -98,13 +98,13 @@ def test_what_moved_is_named():
 
     f = mylib.filter_jit(step, out_shardings=P("data"), mesh=MESH)
     p, _ = f(pair(), jnp.ones(8))
-    with pytest.warns(mylib.RecompilationWarning, match=r"p\.a, p\.b: "):
+    with pytest.warns(mylib.errors.RecompilationWarning, match=r"p\.a, p\.b: "):
         f(p, jnp.ones(8))
 
 
 def test_a_function_that_is_such_a_node():
     f = mylib.filter_jit(pair(), donate="warn")
-    with pytest.warns(mylib.DonationWarning, match=r"Pair\.b \(8,\)|the function\.b \(8,\)"):
+    with pytest.warns(mylib.errors.DonationWarning, match=r"Pair\.b \(8,\)|the function\.b \(8,\)"):
         f(jnp.ones(8))
 
 
@@ -130,7 +130,7 @@ def test_a_copy_is_not_compiled_again():
 
 
 def test_a_node_that_is_another_one_when_it_is_made_anew():
-    with pytest.warns(mylib.DonationWarning, match=r"was given f\[<flat index 0>\] \(8,\)"):
+    with pytest.warns(mylib.errors.DonationWarning, match=r"was given f\[<flat index 0>\] \(8,\)"):
         out = mylib.filter_jit(lambda f: f.x.sum() + f.more.sum(), donate="warn")(
             Filled(jnp.ones(8))
         )

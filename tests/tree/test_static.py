@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
-from mylib._jit import dispatcher
+from mylib._training.jit import dispatcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class TestNumbersThatChange:
 
     def test_it_is_told_once_and_by_name(self):
         f = mylib.filter_jit(lambda x, step: x + step["n"])
-        with pytest.warns(mylib.StaticNumberWarning) as caught:
+        with pytest.warns(mylib.errors.StaticNumberWarning) as caught:
             self.run(f, [{"n": i} for i in range(25)])
         (warning,) = caught
         text = str(warning.message)
@@ -205,14 +205,14 @@ class TestNumbersThatChange:
     )
     def test_several_are_named(self, make, names):
         f = mylib.filter_jit(lambda x, y: x)
-        with pytest.warns(mylib.StaticNumberWarning) as caught:
+        with pytest.warns(mylib.errors.StaticNumberWarning) as caught:
             self.run(f, map(make, range(12)))
         (warning,) = caught
         assert f"each time: {names}. Convert them" in str(warning.message)
 
     def test_a_batch_that_is_a_list_is_told_at_once(self):
         f = mylib.filter_jit(lambda x, batch: x)
-        with pytest.warns(mylib.StaticNumberWarning) as caught:
+        with pytest.warns(mylib.errors.StaticNumberWarning) as caught:
             self.run(f, ([[i + j + 0.5 for j in range(48)]] * 16 for i in range(2)))
         assert "each time: batch[0..15][0..47]. Convert them, or the lists" in str(
             caught[0].message

@@ -27,7 +27,7 @@ def look(seed):
         shapes = eqx.filter_eval_shape(lambda: tuple(args.values()))
         options = options_of(program, args)
         plan = mylib.plan(step, *shapes, compile=0, policies=(program.policy,), **options)
-    except mylib.PlanError as error:
+    except mylib.errors.PlanError as error:
         return "refused", str(error)
     try:
         report = verify(plan.jit(step), *args.values())

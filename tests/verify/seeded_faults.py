@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._programs import all_equations, bind_as, interpret, line_of
+from mylib._core.jaxprs import all_equations, bind_as, interpret, line_of
 from mylib.testing import VerifyError, verify
 
 N = 8

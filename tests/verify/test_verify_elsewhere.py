@@ -8,7 +8,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._known_faults import MISREAD
+from mylib._core.known_faults import MISREAD
 from mylib.rules import fsdp
 from mylib.testing import VerifyError, verify
 
@@ -31,8 +31,37 @@ def test_a_step_of_fsdp(machine):
     step = mylib.filter_jit(gradients, in_shardings=(kept, P("data")), mesh=mesh)
     report = verify(step, model, x)
     assert not report.own and max(r.difference for r in report.wide) < 1e-7
-    with pytest.raises(VerifyError, match="float64, by|by .* of"):
+    with pytest.raises(VerifyError, match="off by .*, where"):
         verify(step, model, x, reference=lambda model, x: gradients(model, x[:16]))
+
+
+@pytest.mark.compiles_for("h100 x 8")
+class TestBothSidesAlike:
+    """A step with random numbers that are drawn without a dtype, and with casts."""
+
+    def loss(self, key, x, w):
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        small = jnp.where(kept, x, 0).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return jnp.mean((small.astype(jnp.float32) + jax.random.normal(key, (16, 16))) ** 2)
+
+    args = [
+        jax.eval_shape(lambda: jax.random.key(0)),
+        *[jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2,
+    ]
+
+    def step(self, machine):
+        places = P(), P("data"), P()
+        return mylib.filter_jit(self.loss, in_shardings=places, mesh=machine.mesh(data=-1))
+
+    def test_neither_rounds(self, machine):
+        report = verify(self.step(machine), *self.args)
+        assert max(r.difference for r in report.wide) < 1e-12
+
+    def test_no_fault_of_the_compiler_is_named_for_a_fault_of_the_step(self, machine):
+        with pytest.raises(VerifyError) as raised:
+            half = lambda key, x, w: self.loss(key, x, w / 2)  # noqa: E731
+            verify(self.step(machine), *self.args, reference=half)
+        assert not raised.value.report.known
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])

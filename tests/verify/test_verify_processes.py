@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreeing import all_equal
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib.testing import VerifyError, all_equal, verify
+from mylib.testing import VerifyError, verify
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2)
 

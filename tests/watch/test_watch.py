@@ -2,9 +2,7 @@
 
 import gc
 import logging
-import os
 import re
-import signal
 import threading
 import time
 import weakref
@@ -18,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from scripts import run_python
 
 import mylib
-from mylib import _watched
-from mylib._watch.record import Record, ended_of
+from mylib._core import watched as _watched
+from mylib._moving.watch.record import Record, ended_of
 
 LIMIT = 1.0
 
@@ -90,15 +88,6 @@ def test_progress_and_pauses_are_no_standstill(reports):
     assert "in test_progress_and_pauses_are_no_standstill" in text
 
 
-def test_a_signal_asks_for_a_report(reports):
-    before = signal.getsignal(signal.SIGUSR2)
-    with mylib.watch(stuck_after=60, signal=signal.SIGUSR2):
-        os.kill(os.getpid(), signal.SIGUSR2)
-        assert _within(20, reports)
-    assert "asked for by a signal" in reports()[0]
-    assert signal.getsignal(signal.SIGUSR2) is before and signal.set_wakeup_fd(-1) == -1
-
-
 def test_calls_with_mistakes():
     with pytest.raises(ValueError, match="more than 0"):
         mylib.watch(stuck_after=0)
@@ -117,7 +106,7 @@ def test_what_is_recorded(record):
     placed, *calls = record.calls()
     assert placed.witness.name == "placement of 1 array" and placed.number == 1
     assert [call.number for call in calls] == [1, 2, 3]
-    assert calls[0].witness.name == "<lambda>" and calls[0].line().startswith("test_watch.py:")
+    assert calls[0].witness.name == "<lambda>" and "<lambda> in test_watch.py:" in calls[0].text
     assert record.counts() == {"placements 0:1:1": 1, "programs 0:1:1": 3}
     assert ended_of(calls) == [True] * 3 and calls[0].busy() == []
     # The small result is kept, the others are not.
@@ -128,22 +117,15 @@ def test_what_is_recorded(record):
     assert gone() is None
 
 
-def test_programs_of_one_name(record):
-    """They are told apart: a place, a constant, what is captured, shapes, static arguments."""
+def test_arguments_of_calls(record):
+    """They are told apart by shapes, dtypes and static arguments."""
+    step = mylib.filter_jit(lambda x, *static: x + 1)
     x, y = jnp.ones(3), jnp.ones(4)
-
-    def adding(n):
-        return mylib.filter_jit(lambda x, *static: x + n)
-
-    for fun in (adding(1), adding(1), adding(2)):
-        fun(x)
-    for fun in (lambda x: x + 3, lambda x: x + 4):
-        mylib.filter_jit(fun)(x)
-    for args in ((y,), (x, "static"), (x, "other")):
-        adding(1)(*args)
-    told = [call.witness.identity.program for call in record.calls()]
+    for args in ((x,), (2 * x,), (y,), (jnp.arange(3),), (x, "static"), (x, "other")):
+        step(*args)
+    told = [call.witness.arguments for call in record.calls()]
     assert told[0] == told[1] and len({*told}) == len(told) - 1
-    assert re.match(r"defined in test_watch.py:\d+, checksum \w+, for float32\[3\] \(", told[0])
+    assert re.match(r"for float32\[3\] \(checksum \w+\)", told[0])
 
 
 def test_results_that_are_donated(record):
@@ -174,7 +156,7 @@ def test_few_calls_are_remembered(record):
 
 
 def test_what_audit_knows(record):
-    from mylib._watch.news import record_of
+    from mylib._moving.watch.news import record_of
 
     f = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=MESH)
     x = mylib.filter_device_put(np.ones(8, np.float32), P("data"), mesh=MESH)
@@ -182,7 +164,8 @@ def test_what_audit_knows(record):
     f(x)
     (variant,) = [v() for v in [record.calls()[-1].witness.variant]]
     assert [c.kind for c in variant.collectives] == ["all-reduce"]
-    assert record_of(record, {}, 0)["calls"][-1][1] == 1
+    told = record_of(record, {}, 0)["calls"][-1]
+    assert told.number == 1 and told.communicates in ("", "all-reduce over data")
 
 
 ENDED = """
@@ -217,6 +200,8 @@ def test_memory_of_many_steps():
 
     with mylib.watch(stuck_after=60):
         most, objects = run(2000)
+        first, _ = run(20_000)
         later, more = run(20_000)
-    assert later - most < 10_000  # KiB
+    # Of a process with other tests before it, the most may grow once. A leak grows each time.
+    assert min(first - most, later - first) < 10_000  # KiB
     assert more - objects < 1000

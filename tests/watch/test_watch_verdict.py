@@ -2,8 +2,8 @@
 
 import pytest
 
-from mylib._watch.report import report
-from mylib._watch.verdict import Account, findings, is_stuck
+from mylib._moving.watch.report import report
+from mylib._moving.watch.verdict import Account, findings, is_stuck
 
 
 def account(index, age=0.0, programs=0, group="0:4:1", **more):

@@ -1,0 +1,1 @@
+"""Moves arrays, alone or together with other processes."""

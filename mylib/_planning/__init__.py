@@ -1,0 +1,1 @@
+"""Chooses how a step is sharded, and compares it with one device."""

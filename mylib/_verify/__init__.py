@@ -1,4 +1,0 @@
-"""Does a step compute on many devices what it computes on one."""
-
-from .judge import Compared as Compared
-from .runs import Verified as Verified, VerifyError as VerifyError, verify as verify
