@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # The steps are those of the tests.
-sys.path.append(str(ROOT / "tests" / "audit"))
+sys.path.append(str(ROOT / "tests"))
 import steps  # noqa: E402
 
 # isort: split

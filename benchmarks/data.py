@@ -51,6 +51,7 @@ from side_by_side import (
 )
 
 import mylib
+from mylib._moving.processes.agreement import _EVERY, checksum
 
 # Auto axes: equinox.filter_shard takes no others.
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     scale = 0.2 if parser.parse_args().quick else 1.0
     print_header("8 simulated CPU devices")
-    for row in (*overlapping(scale), *idle(), *placing(scale), *language_model(scale)):
+    rows = (*overlapping(scale), *idle(), *compared(), *placing(scale), *language_model(scale))
+    for row in rows:
         print_row(row.cells())
 
 
@@ -100,6 +102,17 @@ def idle() -> Iterator[Row]:
     ratio = timing.waited / timing.total
     work = f"{STEPS} steps of 50 ms, a source of 1 ms: time waited for data"
     yield Row(work, show(timing.waited), f"of {show(timing.total)}", ratio, *at_most(0.02, ratio))
+
+
+def compared() -> Iterator[Row]:
+    """Several processes compare whole values in every hundredth call. Here is one, which reads the
+    same numbers for it.
+    """
+    batch = [np.full((512, 512), i, np.float32) for i in range(20)]
+    seconds = min(stopwatch(lambda x: checksum(x, np.float32), batch) for _ in range(20))
+    ratio = seconds / _EVERY / DELAY
+    work = "whole values of 20 MB compared, in every 100th step of 50 ms"
+    yield Row(work, show(seconds), f"of {show(_EVERY * DELAY)}", ratio, *at_most(0.01, ratio))
 
 
 def placing(scale: float) -> Iterator[Row]:

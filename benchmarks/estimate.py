@@ -29,8 +29,8 @@ from side_by_side import print_header, print_row
 from training_step import lowered
 
 import mylib
-from mylib._audit import Estimate
-from mylib._audit.roofline import estimate as estimate_of
+from mylib._programs.audit import Estimate
+from mylib._programs.audit.roofline import estimate as estimate_of
 
 # The TPU compiler's own, which don't communicate.
 LOCAL = "GatherScatterIndicesBitpacked", "TODO(b/522284627)"

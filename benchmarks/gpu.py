@@ -34,7 +34,7 @@ from side_by_side import print_header, print_row
 from training_step import Size, Work, by_xla, on_gpu, step_of
 
 import mylib
-from mylib._fsdp.quantised import Scales, quantised, restored
+from mylib._training.fsdp.quantised import Scales, quantised, restored
 
 GIB = 2**30
 STEPS = 20
@@ -104,7 +104,7 @@ def compile_elsewhere(name: str, chip: str, path: str, options: dict[str, Any]) 
     jitted, arguments = PROGRAMS[name](machine.mesh(data=-1))
     compiled = jitted.lower(*arguments).compile(options)
     estimate = compiled.audit().estimate(machine)
-    with suppress(mylib.SavedProgramError):  # it would fail on the GPU, or be slow
+    with suppress(mylib.errors.SavedProgramError):  # it would fail on the GPU, or be slow
         compiled.save(path)
     low, high = estimate.interval
     memory = compiled.memory.peak

@@ -41,8 +41,8 @@ from side_by_side import (
 )
 
 import mylib
-from mylib._advice import about_replicated
-from mylib._jit import advise
+from mylib._training.advice import about_replicated
+from mylib._training.jit import advise
 from mylib.rules import fsdp, replicated
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -155,7 +155,7 @@ def warning(effort: float) -> Iterator[Row]:
             seconds.clear()
             step = mylib.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2)))
             with mock.patch.object(advise, "about_replicated", timed), warnings.catch_warnings():
-                warnings.simplefilter("ignore", mylib.ReplicatedWarning)
+                warnings.simplefilter("ignore", mylib.errors.ReplicatedWarning)
                 start = time.process_time()
                 jax.block_until_ready(jax.tree.leaves(step(model, given)))
                 whole = time.process_time() - start

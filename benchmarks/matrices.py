@@ -95,7 +95,7 @@ def _is_ours(node: Any) -> bool:
     return hasattr(node, "layout")
 
 
-def update_of(optim: Any, case: Case, mesh: Mesh) -> mylib.Report:
+def update_of(optim: Any, case: Case, mesh: Mesh) -> mylib.results.Report:
     """The report of an update of weights kept as the case says."""
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes]
     params = mylib.filter_shard(params, case.kept, mesh=mesh)
@@ -105,14 +105,14 @@ def update_of(optim: Any, case: Case, mesh: Mesh) -> mylib.Report:
     return mylib.audit(update, params, state)
 
 
-def sent_over_must(report: mylib.Report, case: Case) -> float:
+def sent_over_must(report: mylib.results.Report, case: Case) -> float:
     parts = 4 if case.tensor == 2 else 8
     parts *= 2 if case.kept == P("data", "model") else 1
     own = sum(4 * math.prod(shape) for shape in case.shapes) / parts
     return report.wire_bytes() / (2 * own * (parts - 1) / parts)
 
 
-def work_over_must(report: mylib.Report, case: Case) -> float:
+def work_over_must(report: mylib.results.Report, case: Case) -> float:
     """The FLOPs of matrix products of a device, over an eighth of those of all matrices."""
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes]
     state = jax.eval_shape(muon().init, params)
@@ -180,7 +180,7 @@ class Layer(eqx.Module):
         return jax.nn.relu(x @ self.weight.astype(x.dtype))
 
 
-def step_of(make: Callable[[Any], Any], kept: Any, mesh: Mesh) -> mylib.Report:
+def step_of(make: Callable[[Any], Any], kept: Any, mesh: Mesh) -> mylib.results.Report:
     """A training step of 16 layers of 2048 x 2048 with FSDP, each device with 2048 rows."""
     model = [Layer(jax.ShapeDtypeStruct((2048, 2048), jnp.float32)) for _ in range(16)]
     model = mylib.filter_shard(model, kept, mesh=mesh)

@@ -29,7 +29,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib._text import show_bytes
+from mylib._core.text import show_bytes
 from mylib.machines import Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,7 +134,7 @@ def by_hand(model: Any, layers: Any, kept: Any, used: Any, *, mesh: Any) -> Any:
     return jtu.tree_map(wrap, model, targets, is_leaf=is_layer)
 
 
-def generated_by_hand(how: Any, mesh: Any, size: Any) -> mylib.Report:
+def generated_by_hand(how: Any, mesh: Any, size: Any) -> mylib.results.Report:
     """Generating, compiled by `jax.jit` alone."""
     module = program("generate")
     with jax.set_mesh(mesh):
@@ -165,7 +165,7 @@ class Row(NamedTuple):
 
 def reports(
     name: str, strategy: str, machine: str, full: bool = False, hand: bool = True
-) -> tuple[mylib.Report, mylib.Report | None]:
+) -> tuple[mylib.results.Report, mylib.results.Report | None]:
     """Ours, and by hand where weights are gathered: compiled for the machine, not run."""
     module, how = program(name), program(name).STRATEGIES[strategy]
     mesh = Machine.of(machine).mesh(**how.axes)

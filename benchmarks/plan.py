@@ -13,6 +13,7 @@ install '.[gpu-compiler,tpu-compiler]'`).
 """
 
 import argparse
+import math
 import os
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from side_by_side import print_header, print_row
 from training_step import Size, on_gpu
 
 import mylib
-from mylib._compat import describe_cudnn
+from mylib._core.compat import describe_cudnn
 from mylib.machines import Machine, gpu
 
 SMALL = Size(12, 768, 6, 6, 3072, vocab=50304)
@@ -264,7 +265,7 @@ def truths(only: list[str]) -> None:
         start = time.monotonic()
         try:
             plan = planned(truth)
-        except mylib.PlanError as error:
+        except mylib.errors.PlanError as error:
             print_row([truth.name, truth.machine, str(error)])
             continue
         print_row([*cells(truth, plan), "judged" if truth.judged else "not judged",
@@ -377,9 +378,9 @@ PRICED = (
 
 def prices(only: list[str]) -> None:
     """Modelled bytes and memory of one strategy, and those of the compiled program."""
-    from mylib._plan.candidates import priced
-    from mylib._plan.plan import plan_of
-    from mylib._plan.trace import PlannedStep, trace
+    from mylib._planning.plan.candidates import priced
+    from mylib._planning.plan.plan import plan_of
+    from mylib._planning.plan.trace import PlannedStep, trace
 
     columns = "step", "machine", "strategy", "all-gather GiB", "compiled", "sums GiB", "compiled"
     print_header("modelled and compiled", (*columns, "memory GiB", "compiled", "compiled in s"))
@@ -391,7 +392,7 @@ def prices(only: list[str]) -> None:
         traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
         found = priced(traced, machine, float("inf"))
         one = next(x for x in found if x.name == truth.published)
-        plan = plan_of([one], [], machine, False, jnp.bfloat16)
+        plan = plan_of([one], [], machine, math.inf, False, jnp.bfloat16)
         start = time.monotonic()
         compiled = plan.jit(step).lower(*args).compile()
         took = time.monotonic() - start

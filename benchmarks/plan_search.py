@@ -28,7 +28,7 @@ import optax
 from side_by_side import print_header, print_row
 
 import mylib
-from mylib._plan.candidates import (
+from mylib._planning.plan.candidates import (
     RESERVE,
     LiveCandidate,
     compiled as compile_for,
@@ -36,8 +36,8 @@ from mylib._plan.candidates import (
     priced,
     to_compile,
 )
-from mylib._plan.price import with_figures
-from mylib._plan.trace import PlannedStep, trace
+from mylib._planning.plan.price import with_figures
+from mylib._planning.plan.trace import PlannedStep, trace
 
 OPTIM = optax.adamw(1e-3)
 GIB = 2**30

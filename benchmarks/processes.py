@@ -32,7 +32,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from side_by_side import Call, Row, compare, duel, in_processes, print_header, print_row, show
 
 import mylib
-from mylib._processes import Series, compare as compare_facts, difference_of, in_brief, meeting
+from mylib._moving.processes import (
+    Series,
+    compare as compare_facts,
+    difference_of,
+    in_brief,
+    meeting,
+)
 
 # Numbers of processes that meet.
 REAL = (2, 4, 8, 16, 32)

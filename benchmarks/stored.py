@@ -11,15 +11,15 @@ from typing import Any
 from published import Row
 
 import mylib
-from mylib._audit import Message, Work
-from mylib._audit.moments import Begin, End
-from mylib._audit.work import Loop, Operation
+from mylib._programs.audit import Message, Work
+from mylib._programs.audit.moments import Begin, End
+from mylib._programs.audit.work import Loop, Operation
 
 FILE = Path(__file__).with_name("published.json.gz")
 Inputs = tuple[Work, list[Message]]
 
 
-def inputs_of(report: mylib.Report) -> Inputs:
+def inputs_of(report: mylib.results.Report) -> Inputs:
     sent = [Message(c.kind, c.axes or (), c.wire_bytes, c.times or 1) for c in report.collectives]
     return report.work, sent
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from residuals import HEAD, turned
 
 import mylib
+from mylib._core.compat import cudnn_as_described
 from mylib.rules import by_axes, fsdp, replicated
 
 QUERIES = "query_proj", "key_proj", "value_proj", "out_proj"
@@ -258,5 +259,6 @@ def lowered(size: Size, work: Work, mesh: Mesh, platform: str) -> Any:
     attention = on_gpu if platform == "gpu" else partial(on_tpu, mesh)
     step = step_of(size, work, mesh, attention)
     jitted = jax.jit(step.fun, out_shardings=step.out_shardings, donate_argnums=(0, 1))
-    with stated_costs():
+    # As `mylib.filter_jit` lowers: `jax.jit` would ask for the cuDNN that is here.
+    with stated_costs(), cudnn_as_described():
         return jitted.lower(*step.arguments)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from side_by_side import Row, in_processes, print_header, print_row, show
 
 import mylib
-from mylib._processes import connected, gather
-from mylib._watch.news import Bulletin
-from mylib._watch.record import Record
+from mylib._moving.processes import connected, gather
+from mylib._moving.watch.news import Bulletin
+from mylib._moving.watch.record import Record
 
 # Simulated processes, and the seconds in which each tells its news once.
 SIMULATED = 1000

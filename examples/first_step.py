@@ -1,4 +1,4 @@
-"""A training script for one device. README has the lines that train it on any number of them."""
+"""A training script for one device. README has the lines that train it on several."""
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ def step(model, state, x):
     return eqx.apply_updates(model, updates), state, value
 
 
-rows = np.random.default_rng(0).normal(size=(5, 32, 64)).astype(np.float32)
-for x in rows:
+batches = np.random.default_rng(0).normal(size=(5, 32, 64)).astype(np.float32)
+for x in batches:
     model, state, value = step(model, state, x)
     print(f"loss {value:.4f}")

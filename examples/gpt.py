@@ -165,7 +165,7 @@ def train(name: str, mesh: Mesh, folder: Path, resume: bool = False) -> list[flo
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))
         model, state = restore(folder, mylib.filter_shard(shapes, KEPT, mesh=mesh))
     else:
-        # Created where it is kept: no device ever holds the whole model. To optimise a program that
+        # Created where it is kept: each device creates its own part. To optimise a program that
         # runs once would take longer than to run it.
         options = {"xla_backend_optimization_level": 0}
         create = mylib.filter_jit(make, out_shardings=KEPT, mesh=mesh, compiler_options=options)
@@ -222,7 +222,7 @@ def curve(losses: list[float], marks: str, height: int = 12) -> str:
     return "\n".join([*(head + line for head, line in zip(heads, lines, strict=True)), axis])
 
 
-def communication(size: Size, mesh: Mesh) -> mylib.Report:
+def communication(size: Size, mesh: Mesh) -> mylib.results.Report:
     """What a step communicates. It is compiled from shapes: nothing is moved or run."""
     make, step = training(size, mesh)
     model, state = mylib.filter_shard(

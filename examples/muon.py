@@ -65,10 +65,10 @@ def loss_fn(model: Net, x: Float[Array, "batch in"], y: Float[Array, "batch out"
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-# The state is created where it belongs, so that it is None in `out_shardings`, not KEPT.
+# KEPT leaves the state of `by_matrix` where it was created.
 @mylib.filter_jit(
     in_shardings={"batch": P("data")},
-    out_shardings=(KEPT, None, None),
+    out_shardings=(KEPT, KEPT, None),
     donate=("model", "state"),
 )
 def step(
@@ -117,7 +117,7 @@ def main() -> None:
     one = mylib.make_mesh(data=1, devices=jax.devices()[:1])
 
     params = eqx.filter(mylib.filter_shard(Net(jax.random.key(0)), KEPT, mesh=eight), eqx.is_array)
-    print(mylib.explain(muon(eight).init(params)))
+    print(mylib.show(muon(eight).init(params)))
     ours, plain = sent(muon(eight), params), sent(optax.contrib.muon(RATE), params)
     print(f"\nan update sends {ours / 2**10:.0f} KiB, and {plain / ours:.0f} times as much without")
 

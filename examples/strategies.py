@@ -121,9 +121,11 @@ def texts() -> list[np.ndarray]:
     return [np.stack([letters[s : s + LENGTH + 1] for s in row]).astype(np.int32) for row in starts]
 
 
-def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.Explanation, list[float], float]:
+def train(
+    mesh: Mesh, kept: Rule, used: Rule
+) -> tuple[mylib.results.Explanation, list[float], float]:
     with jax.set_mesh(mesh):
-        # Born where they are to be: no device ever holds more than its share.
+        # Created sharded: each device creates its own part.
         model, state = mylib.filter_jit(make, out_shardings=kept)(jax.random.key(0))
         explanation = mylib.explain((model, state), kept)
         losses, seconds = [], []
@@ -135,10 +137,10 @@ def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.Explanation, list[f
     return explanation, losses, sorted(seconds)[STEPS // 2]
 
 
-def model_only(explanation: mylib.Explanation) -> mylib.Explanation:
+def model_only(explanation: mylib.results.Explanation) -> mylib.results.Explanation:
     """Without the optimiser state, whose moments are where their weights are."""
     rows = tuple(row for row in explanation.rows if row.leaf.parts[0] == "0")
-    return mylib.Explanation(rows, explanation.faults)
+    return mylib.results.Explanation(rows, explanation.faults)
 
 
 def main() -> None:

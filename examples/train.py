@@ -72,9 +72,9 @@ def step(batch: PyTree, model: eqx.nn.MLP, state: optax.OptState) -> PyTree:
     return eqx.apply_updates(model, updates), state, loss
 
 
-def train(mesh: Mesh) -> tuple[mylib.Explanation, list[float]]:
+def train(mesh: Mesh) -> tuple[mylib.results.Explanation, list[float]]:
     with jax.set_mesh(mesh):
-        # Created sharded: no device ever holds the whole model.
+        # Created sharded: each device creates its own part.
         model, state = mylib.filter_jit(make, out_shardings=KEPT)(jax.random.key(0))
         losses = []
         for batch in batches():
@@ -83,7 +83,7 @@ def train(mesh: Mesh) -> tuple[mylib.Explanation, list[float]]:
         return mylib.explain({"model": model, "state": state}, KEPT), losses
 
 
-def communication(mesh: Mesh) -> mylib.Report:
+def communication(mesh: Mesh) -> mylib.results.Report:
     """What a step communicates. It is compiled from shapes: nothing is moved or run."""
     with jax.set_mesh(mesh):
         shapes = eqx.filter_eval_shape(make, jax.random.key(0))

@@ -8,6 +8,7 @@ import argparse
 import ast
 import io
 import subprocess
+import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "mylib"
+sys.path.append(str(ROOT / "tests"))
+
+from rooms import FLOORS  # noqa: E402
+
+_SUFFIXES = (".py", ".pyi")
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -65,19 +71,26 @@ def by_room(sources: Iterable[tuple[str, str]]) -> dict[str, Lines]:
     """`sources` are paths below the root, with `/`, and their texts."""
     rooms: dict[str, Lines] = defaultdict(Lines)
     for path, source in sources:
-        room = path.split("/")[1].removesuffix(".py")
+        room = room_of(path)
         rooms[room] = Lines(*map(sum, zip(rooms[room], count(source), strict=True)))
     return dict(sorted(rooms.items()))
 
 
+def room_of(path: str) -> str:
+    """`_core/tree` of `mylib/_core/tree/leaves.py`; before there were folders, `_tree`."""
+    parts = path.rpartition(".")[0].split("/")[1:]
+    return "/".join(parts[: 2 if FLOORS.get(parts[0]) else 1])
+
+
 def here() -> Iterator[tuple[str, str]]:
-    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        yield path.relative_to(ROOT).as_posix(), path.read_text()
+    for path in sorted((ROOT / PACKAGE).rglob("*.py*")):
+        if path.suffix in _SUFFIXES:
+            yield path.relative_to(ROOT).as_posix(), path.read_text()
 
 
 def at(revision: str) -> Iterator[tuple[str, str]]:
     for path in _git("ls-tree", "-r", "--name-only", revision, f"{PACKAGE}/").splitlines():
-        if path.endswith(".py"):
+        if path.endswith(_SUFFIXES):
             yield path, _git("show", f"{revision}:{path}")
 
 
@@ -90,10 +103,10 @@ def _git(*args: str) -> str:
 def table(now: Mapping[str, Lines], before: Mapping[str, Lines] | None = None) -> list[str]:
     """One line a room, and the sum; with `before`, both numbers and the difference of code."""
     rooms = sorted({*now, *(before or {})})
-    lines = [f"{'room':14}" + "".join(f"{kind:>18}" for kind in Lines._fields)]
+    lines = [f"{'room':24}" + "".join(f"{kind:>18}" for kind in Lines._fields)]
     for name in [*rooms, "all"]:
         cells = _cells(_of(now, name), _of(before, name) if before is not None else None)
-        lines.append(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{name:24}" + "".join(f"{cell:>18}" for cell in cells))
     return lines
 
 

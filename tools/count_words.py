@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE_LIMIT = 1_500
-TOTAL_LIMIT = 24_000
+TOTAL_LIMIT = 26_000
 _LEFT_OUT = [
     (re.compile(r"\A---\n.*?^---\n", re.DOTALL | re.MULTILINE), ""),
     (re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE), ""),

@@ -138,7 +138,7 @@ def train(size: Size, strategy: Strategy, mesh: Mesh, steps: int) -> list[tuple[
 
 def report(
     size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
-) -> mylib.Report:
+) -> mylib.results.Report:
     made, compiled = training(size, strategy, mesh, shard)
     with jax.set_mesh(mesh):
         players = eqx.filter_eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))

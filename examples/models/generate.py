@@ -130,7 +130,7 @@ def run(strategy: Strategy, mesh: Mesh) -> str:
     return f"{prompts[0].tolist()} -> {tokens[0].tolist()}, drawn {drawn[0].tolist()}"
 
 
-def report(strategy: Strategy, mesh: Mesh, size: llama.Size = llama.LARGE) -> mylib.Report:
+def report(strategy: Strategy, mesh: Mesh, size: llama.Size = llama.LARGE) -> mylib.results.Report:
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh):
         model = eqx.filter_eval_shape(llama.Llama, size, key)

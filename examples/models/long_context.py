@@ -198,7 +198,7 @@ def task(size: Size, attention: Callable = alone, is_balanced: bool = False) -> 
     return Task(make, loss, batch, Block)
 
 
-def no_part_is_gathered(report: mylib.Report) -> list[str]:
+def no_part_is_gathered(report: mylib.results.Report) -> list[str]:
     """A contract: weights are gathered over all devices, and nothing over the sequence alone."""
     found = report.among("all-gather", AXIS)
     return [f"an all-gather over {AXIS} of {c.bytes} bytes at {c.source}" for c in found]

@@ -115,7 +115,7 @@ def fit(task: Task, strategy: Strategy, mesh: Mesh, steps: int) -> tuple[Any, li
 
 def report(
     task: Task, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
-) -> mylib.Report:
+) -> mylib.results.Report:
     """What a step communicates and needs, compiled from shapes: nothing is moved or run."""
     make, step = training(task, strategy, mesh, shard)
     key, numbers = jax.eval_shape(lambda: jax.random.key(0)), task.batch(0)
@@ -130,7 +130,7 @@ def report(
 def main(
     strategies: Mapping[str, Strategy],
     run: Callable[[Strategy, Mesh], str],
-    compile_large: Callable[[Strategy, Mesh], mylib.Report],
+    compile_large: Callable[[Strategy, Mesh], mylib.results.Report],
 ) -> None:
     """Runs on the available devices; or compiles for a machine, and reports."""
     parser = argparse.ArgumentParser(description=(sys.modules["__main__"].__doc__ or "").strip())

@@ -155,7 +155,7 @@ def train(size: Size, strategy: Strategy, mesh: Mesh, steps: int) -> list[float]
 
 def report(
     size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
-) -> mylib.Report:
+) -> mylib.results.Report:
     make, step = training(size, strategy, mesh, shard)
     with jax.set_mesh(mesh):
         given = eqx.filter_eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
