@@ -30,15 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--multihost-platform",
-        choices=["cpu", "cuda", "tpu"],
+        choices=["cpu", "cuda"],
         default="cpu",
         help="where tests run that don't name a platform (default: cpu)",
-    )
-    group.addoption(
-        "--multihost-debug",
-        type=int,
-        metavar="PROCESS",
-        help="open a debugger where a test fails in this process; --pdb takes the first that fails",
     )
     try:
         parser.getgroup("mylib").addoption(
@@ -69,13 +63,13 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if channel is not None:
         # Searching what is imported for garbage takes a tenth of the time in which this starts.
         gc.disable()
-        from mylib.testing._worker import Worker
+        from mylib._testing.worker import Worker
 
         gc.enable()
         worker = early_config.stash[_worker] = Worker(int(channel))
         early_config.pluginmanager.register(worker)
     elif early_config.known_args_namespace.multihost == "member":
-        from mylib.testing._member import Member
+        from mylib._testing.member import Member
 
         member = early_config.stash[_member] = Member()
         early_config.pluginmanager.register(member)
@@ -114,7 +108,7 @@ def machine(request: pytest.FixtureRequest) -> Any:
     """
     if not hasattr(request, "param"):
         pytest.fail("the fixture `machine` is for tests with @pytest.mark.compiles_for('h100 x 8')")
-    from mylib import machines
+    from mylib._programs import machines
 
     found = machines.Machine.of(request.param)
     try:
@@ -142,7 +136,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("multihost"):
                 item.add_marker(skip)
         return
-    from mylib.testing._controller import Controller, mark
+    from mylib._testing.controller import Controller, mark
 
     mark(items)
     if _member not in config.stash:
