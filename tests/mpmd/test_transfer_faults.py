@@ -234,6 +234,8 @@ def test_a_process_that_is_stopped_and_goes_on():
 
 
 @pytest.mark.slow
+# In the midst of an import, Python closes the file later, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_an_interrupt_at_a_random_moment(seed, seconds):
     """All calls after it are right, or an error in both processes. None waits for ever.
