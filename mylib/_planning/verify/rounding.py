@@ -1,9 +1,8 @@
 """How far rounding reaches: a program, each of whose roundings is changed at random."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..._core.compat import Program, names
 from ..._core.jaxprs import (
     Looped,
-    all_equations,
     bind_as,
     called_by,
     interpret,
@@ -31,9 +29,8 @@ _UNITS, _UNITS_OF_FEW_BITS = 16, 2
 _FEW_BITS = 2.0**-20
 # What a product of float32 numbers rounds its operands to by default.
 _PRODUCTS = {"gpu": 2.0**-11, "tpu": 2.0**-8}
-# Offsets in the table of random numbers, for equations and for iterations.
-_SLACK, _STRIDE, _TURN = 8191, 2741, 1009
-
+# Odd numbers without a pattern: products with them, of 32 bits, are as good as random.
+_MIXED = 0x9E3779B1, 0x85EBCA6B
 
 Arrays = list[jax.Array]
 # A scalar, or one that is traced.
@@ -42,28 +39,19 @@ Scalar = float | jax.Array
 
 @dataclass(frozen=True)
 class Roundings:
-    """Those of a program. `much` says how much they are changed, from 0 to 1, and `random` are as
-    many numbers between -1 and 1 as `count` says. `eps` is that of all types, if not their own.
+    """Those of a program. `much` says how much they are changed, from 0 to 1, and a `seed` by which
+    random numbers. `eps` is that of all types, if not their own.
     """
 
     program: ClosedJaxpr
     eps: float | None = None
 
-    @cached_property
-    def _size(self) -> int:
-        vars_ = (v for e in all_equations(self.program) for v in (*e.invars, *e.outvars))
-        return max((math.prod(getattr(v.aval, "shape", ())) for v in vars_), default=0)
+    def run(self, much: Scalar, seed: Scalar, args: Sequence[jax.Array]) -> Arrays:
+        return interpret(self.program, args, self.call(much, seed))
 
-    def random(self, seed: int) -> np.ndarray:
-        count = self._size + _SLACK
-        return np.random.default_rng(seed).uniform(-1, 1, count).astype(np.float32)
-
-    def run(self, much: Scalar, random: jax.Array, args: Sequence[jax.Array]) -> Arrays:
-        return interpret(self.program, args, self.call(much, random))
-
-    def call(self, much: Scalar, random: jax.Array) -> "Call":
+    def call(self, much: Scalar, seed: Scalar) -> "Call":
         """What calls an equation with other roundings."""
-        return _Rounding(much, random, self._size, self.eps).call
+        return _Rounding(much, seed, self.eps).call
 
 
 Call = Callable[[JaxprEqn, Arrays], Sequence[jax.Array]]
@@ -71,13 +59,11 @@ Call = Callable[[JaxprEqn, Arrays], Sequence[jax.Array]]
 
 @dataclass
 class _Rounding:
-    """One run, or one iteration of a loop in it, the `turn`-th."""
+    """One run. `number` counts the roundings."""
 
     much: Scalar
-    random: jax.Array
-    size: int
+    seed: Scalar
     eps: float | None
-    turn: int | jax.Array = 0
     number: int = 0
 
     def run(self, program: Program, *args: jax.Array) -> Arrays:
@@ -90,8 +76,7 @@ class _Rounding:
         if loop is not None:
             return self._loop(eqn, loop)
         if name == names.COND:
-            branches = [partial(replace(self).run, branch) for branch in jaxprs_in(eqn)]
-            self.number += len(branches)
+            branches = [partial(self.run, branch) for branch in jaxprs_in(eqn)]
             return lax.switch(args[0], branches, *args[1:])
         if name in names.EXACT or (name == names.CONVERT and _is_wider(eqn)):
             return bind_as(eqn, args)
@@ -104,23 +89,19 @@ class _Rounding:
         return [self._changed(result, 0, eqn) for result in bind_as(eqn, args)]
 
     def _loop(self, eqn: JaxprEqn, loop: Looped[jax.Array]) -> Arrays:
-        self.number += 1
-        start = jnp.int32(self.turn * _TURN + self.number)
-
-        def turn(state: jax.Array, given: Arrays) -> tuple[jax.Array, Arrays, None]:
-            return state + 1, replace(self, turn=state).run(loop.body, *given), None
+        def turn(state: None, given: Arrays) -> tuple[None, Arrays, None]:
+            return state, self.run(loop.body, *given), None
 
         if (test := loop.test) is None:
-            return scanned(eqn, loop, turn, start)[1]
+            return scanned(eqn, loop, turn, None)[1]
 
         def again(carry: Arrays) -> jax.Array:
-            return interpret(test, [*loop.of_test, *carry[1:]])[0]
+            return interpret(test, [*loop.of_test, *carry])[0]
 
         def body(carry: Arrays) -> Arrays:
-            state, results, _ = turn(carry[0], [*loop.constants, *carry[1:]])
-            return [state, *results]
+            return self.run(loop.body, *loop.constants, *carry)
 
-        return lax.while_loop(again, body, [start, *loop.carry])[1:]
+        return lax.while_loop(again, body, loop.carry)
 
     def _added_up(self, eqn: JaxprEqn, args: Arrays) -> Arrays:
         """Sums also differ by the roundings of what they add up."""
@@ -138,7 +119,7 @@ class _Rounding:
         if jnp.issubdtype(dtype, jnp.inexact):
             return self._nearby(jnp.asarray(number), 0, cast, self.eps or _eps(dtype, eqn))
         # All numbers are rounded to their neighbours.
-        limits, steps = jnp.iinfo(dtype), jnp.round(self.much * self._noise(number.shape))
+        limits, steps = jnp.iinfo(dtype), jnp.round(self.much * self._noise(number))
         return jnp.clip(cast + steps, limits.min, limits.max).astype(dtype)
 
     def _changed(self, number: jax.Array, noise: Scalar, eqn: JaxprEqn) -> jax.Array:
@@ -155,7 +136,7 @@ class _Rounding:
         # Small numbers have no more digits after the point than these.
         least = jnp.where(number == 0, 0, jnp.finfo(rounded.dtype).tiny).astype(number.dtype)
         size = jnp.maximum(jnp.abs(number), least.real)
-        change = size * self._noise(number.shape) + jnp.asarray(noise, number.dtype)
+        change = size * self._noise(number) + jnp.asarray(noise, number.dtype)
         # Two units of 8 bits would be as large as the number.
         units = _UNITS if eps < _FEW_BITS else _UNITS_OF_FEW_BITS if eps < 2.0**-5 else 1
         changed = (number + self.much * (units * eps) * change).astype(rounded.dtype)
@@ -164,13 +145,27 @@ class _Rounding:
     def _only_noise(self, number: jax.Array) -> jax.Array:
         if not _is_float(number):
             return number
-        number = jnp.asarray(number)
-        return (number.astype(_wide(number.dtype)) * self._noise(number.shape)).astype(number.dtype)
+        wide = jnp.asarray(number).astype(_wide(number.dtype))
+        return (wide * self._noise(wide)).astype(number.dtype)
 
-    def _noise(self, shape: tuple[int, ...]) -> jax.Array:
+    def _noise(self, number: jax.Array) -> jax.Array:
+        """Between -1 and 1, and the same for equal numbers, which are rounded alike: the rows of a
+        batch that are equal, too, and then what they differ by adds up.
+        """
         self.number += 1
-        start = (self.number * _STRIDE + self.turn * _TURN) % _SLACK
-        return lax.dynamic_slice(self.random, (start,), (math.prod(shape),)).reshape(shape)
+        bits = _bits(number) ^ (jnp.uint32(self.seed) * 8191 + self.number * 2741)
+        for factor in _MIXED:
+            bits = bits * jnp.uint32(factor)
+            bits ^= bits >> 15
+        return (bits >> 8).astype(jnp.float32) * 2.0**-23 - 1
+
+
+def _bits(number: jax.Array) -> jax.Array:
+    """32 bits, which those of a number decide."""
+    if jnp.iscomplexobj(number):
+        return _bits(number.real) ^ (_bits(number.imag) >> 1)
+    bits = lax.bitcast_convert_type(number, f"uint{8 * number.dtype.itemsize}")
+    return (bits if bits.dtype == jnp.uint32 else bits ^ bits >> 32).astype(jnp.uint32)
 
 
 _QUANTISED = {jnp.dtype(jnp.int8), jnp.dtype(jnp.int4)}
