@@ -229,7 +229,6 @@ assert not {name for name in added if "CUDA" in name}, added
 class TestThePlugin:
     FILE = """
         import pytest
-import rooms
 
         @pytest.mark.compiles_for("h100 x 8", "v5e 4x4")
         def test_it(machine):
@@ -251,7 +250,7 @@ import rooms
         installed = []
         for platform in ("gpu", "tpu"):
             try:
-                machines.require(platform)
+                room.require(platform)
                 installed.append(platform)
             except machines.CompilerError:
                 pass
