@@ -186,9 +186,7 @@ def test_a_program_for_other_devices():
 
 
 def test_of_a_report():
-    mesh = known.mesh_of(jax.devices(), (8,), ("data",))
-    strategy = steps.strategies(mesh, known.mesh_of(jax.devices(), (4, 2), ("data", "model")))
-    strategy = strategy["data_parallel"]
+    strategy = steps.strategies(*known.meshes(jax.devices()))["data_parallel"]
     report = mylib.audit(strategy.step(True), *strategy.args(True))
     rows, pairs = strategy.rows // 8, steps.LAYERS * steps.WIDTH * steps.HIDDEN * 2
     # Forward, and twice as much backward; the first layer's input needs no gradient.
