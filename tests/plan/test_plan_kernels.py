@@ -9,18 +9,13 @@ import pytest
 from example_models import program
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from planned_steps import traced
 
 import mylib
 from mylib._core.compat import cudnn_as_described, describe_cudnn
 from mylib._core.dims import program_of
-from mylib._planning.plan.trace import PlannedStep, layers_of, trace
 
 KEY = jax.random.key(0)
-
-
-def traced(make, batch, loss):
-    step = PlannedStep.of(steps.step_of(loss), steps.abstract(make, batch))
-    return trace(step, "full", layers_of(trace(step, "full", None)))
 
 
 def chosen(traced):
