@@ -329,13 +329,7 @@ def gathered_later(to="varying"):
     from jax._src.lax.parallel import all_gather_start
 
     def f(x):
-        later = all_gather_start(x, "data", to=to)
-        return later.done() if hasattr(later, "done") else done(later)
-
-    def done(later):
-        from jax._src.lax.parallel import all_gather_done
-
-        return all_gather_done(later)
+        return all_gather_start(x, "data", to=to).done()
 
     return reduced(f) if to == "reduced" else mapped(f)
 
