@@ -455,12 +455,9 @@ class _Made:
 
             return self._own_part(where(eqx.filter_grad(loss)(trained)), spec)
 
-        if step.pieces > 1:
-            x, y = x[0], y[0]
-        batch = P(*step.batch[1:]) if step.pieces > 1 else step.batch
         options: Any = {"mesh": self.mesh, "out_specs": spec, "check_vma": False}
         if step.wrong == "unsummed":
-            specs = (P(), P(), batch, batch)
+            specs = (P(), P(), step.batch, step.batch)
             made = jax.shard_map(unsummed, in_specs=specs, **options)(arrays, state_arrays, x, y)
         else:
             made = jax.shard_map(

@@ -23,15 +23,12 @@ CONTRACTS = {
     "tensor_parallel": contracts.tensor_parallel("model", forward=steps.LAYERS),
     "two_d": contracts.two_d("data", "model"),
 }
-REPORTS: dict[tuple[str, bool], mylib.results.Report] = {}
 
 
+@functools.cache
 def report_of(name: str, stacked: bool) -> mylib.results.Report:
-    if (name, stacked) not in REPORTS:
-        strategy = STRATEGIES[name]
-        report = mylib.audit(strategy.step(stacked), *strategy.args(stacked))
-        REPORTS[name, stacked] = report
-    return REPORTS[name, stacked]
+    strategy = STRATEGIES[name]
+    return mylib.audit(strategy.step(stacked), *strategy.args(stacked))
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])

@@ -124,15 +124,7 @@ class TestTotals:
     def test_of_several_meshes(self):
         pair = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
         tree = {"a": array(8), "b": array(16)}
-        placement = {
-            "a": NamedSharding(pair, P("data")),
-            "b": NamedSharding(
-                MESH,
-                P(
-                    "data",
-                ),
-            ),
-        }
+        placement = {"a": NamedSharding(pair, P("data")), "b": NamedSharding(MESH, P("data"))}
         explanation = mylib.explain(tree, placement)
         assert explanation.nbytes == 96
         assert list(explanation.bytes_by_device.values()) == [32] * 2 + [16] * 6
