@@ -307,7 +307,8 @@ def build(program):
 
             again = lambda out, args: {**taken(out[0], args), "slow": out[1]}  # noqa: E731
         case "teacher":
-            args["slow"] = make_other(model)
+            half = lambda x: x * 0.5 if eqx.is_inexact_array(x) else x  # noqa: E731
+            args["slow"] = jax.tree.map(half, model)
 
             def step(batch, model, state, norms, key, slow):
                 aim, _ = outputs_of(program, slow, unpacked(program, batch)[0], norms, key)
@@ -481,10 +482,6 @@ def filled(make, seed):
         return jnp.zeros(x.shape, x.dtype)
 
     return jax.tree.map(one, eqx.filter_eval_shape(make))
-
-
-def make_other(model):
-    return jax.tree.map(lambda x: x * 0.5 if eqx.is_inexact_array(x) else x, model)
 
 
 # --- what they compute ---
