@@ -12,15 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import mylib
 
 WIDTH, HIDDEN = 16, 32
+SHAPES = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "scale": ()}
 WHOLE = {"up": P(), "down": P()}
 ROWS = {"up": P("data"), "down": P("data")}
-
-
-def meshes(devices: list[Any]) -> tuple[Mesh, Mesh]:
-    """One with the axis data, one with data and model."""
-    return known.mesh_of(devices, (8,), ("data",)), known.mesh_of(
-        devices, (4, 2), ("data", "model")
-    )
 
 
 def loss(model: Any, x: Any) -> Any:
@@ -35,9 +29,8 @@ def audited(
     mesh: Mesh, fun: Callable[..., Any], specs: Any, *, rows: int = 64, out: Any = None
 ) -> mylib.results.Report:
     """A function of a model and a batch, with `specs` for the model."""
-    shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     model = {
-        k: jax.ShapeDtypeStruct(shapes[k], jnp.float32, sharding=NamedSharding(mesh, spec))
+        k: jax.ShapeDtypeStruct(SHAPES[k], jnp.float32, sharding=NamedSharding(mesh, spec))
         for k, spec in specs.items()
     }
     x = known.abstract(mesh, P("data"), (rows, WIDTH))
@@ -112,6 +105,16 @@ def in_bytes(g: Any) -> Any:
     scale = lax.pmax(jnp.max(jnp.abs(g), -1, keepdims=True), "data") / 127
     small = jnp.round(g / scale).astype(jnp.int8)
     return lax.all_gather(small, "data").astype(jnp.float32).sum(0) * scale
+
+
+def exchanged(g: Any) -> Any:
+    """The parts of one device, from all devices."""
+    return lax.all_to_all(g.reshape(8, -1, *g.shape[1:]), "data", 0, 0)
+
+
+def sent(g: Any) -> Any:
+    """Around a ring."""
+    return lax.ppermute(g, "data", [(i, (i + 1) % 8) for i in range(8)])
 
 
 def gathered(model: Any) -> Any:

@@ -1,7 +1,9 @@
 """Programs whose collectives are known: what is asked of them, exactly."""
 
+import gzip
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+import mylib
+
+# What compilers wrote for programs, kept as text.
+TEXTS = Path(__file__).parent / "audit" / "texts"
 # (kind, axes, bytes, times) of each collective, in any order.
 Answer = list[tuple[str, tuple[str, ...], int, int | None]]
 AXES = ("a", "b", "c")
@@ -34,6 +40,14 @@ class Case:
         return self.name
 
 
+def text_of(name: str) -> str:
+    return gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode()
+
+
+def answer_of(report: mylib.results.Report) -> list[tuple[Any, ...]]:
+    return sorted((c.kind, c.axes, c.bytes, c.times) for c in report.collectives)
+
+
 def abstract(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: str = "float32") -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
 
@@ -42,6 +56,11 @@ def mesh_of(devices: list[Any], shape: tuple[int, ...], names: tuple[str, ...]) 
     size = int(np.prod(shape))
     axis_types = (AxisType.Auto,) * len(shape)
     return Mesh(np.array(devices[:size]).reshape(shape), names, axis_types=axis_types)
+
+
+def meshes(devices: list[Any]) -> tuple[Mesh, Mesh]:
+    """One with the axis data, one with data and model."""
+    return mesh_of(devices, (8,), ("data",)), mesh_of(devices, (4, 2), ("data", "model"))
 
 
 def mapped(mesh: Mesh, spec: P, fun: Callable[..., Any], out: P | None = None) -> Any:

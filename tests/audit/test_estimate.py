@@ -102,16 +102,22 @@ def test_what_is_unknown_has_no_upper_bound():
 
 
 @pytest.mark.parametrize(
-    ("chip", "dtype", "rate"),
-    [("h100", "float8_e4m3fn", 1979e12), ("v5e", "float8_e4m3fn", 197e12),
-     ("v5e", "int8", 393e12), ("tpu7x", "int8", 2307e12), ("v5e", "float32", 197e12)],
-)  # fmt: skip
-def test_rates(chip, dtype, rate):
+    ("chip", "dtype", "rate", "reached"),
+    [
+        ("a100-80gb", "bfloat16", 312e12, 0.75),
+        ("h100", "float8_e4m3fn", 1979e12, 0.55),
+        ("v5e", "float8_e4m3fn", 197e12, 0.95),
+        ("v5e", "int8", 393e12, 0.95),
+        ("v5e", "float32", 197e12, 0.95),
+        ("tpu7x", "int8", 2307e12, 0.95),  # that of v6e
+    ],
+)
+def test_rates(chip, dtype, rate, reached):
     chip = machines.CHIPS[chip]
     shape = (1, 1) if chip.platform == "gpu" else (1,) * len(chip.largest)
-    reached = 0.55 if chip.platform == "gpu" else 0.95
     found = estimate(work((1, ((dtype, int(1e15)),), 0)), [], {}, machines.Machine(chip, 1, shape))
     assert found.parts["compute"] == pytest.approx(1e15 * chip.devices / rate / reached)
+    assert ("are not known" in repr(found)) == (chip.name == "tpu7x")
 
 
 @pytest.mark.parametrize("rate", [float("nan"), -1.0, float("inf")])
@@ -140,15 +146,6 @@ def test_kernels_reach_less_than_products():
     )
     assert one.seconds == pytest.approx(0.5 / 0.95) and kernel.seconds == pytest.approx(0.5 / 0.4)
     assert one.interval[0] == kernel.interval[0] == pytest.approx(0.5)
-
-
-def test_shares_are_those_of_the_generation():
-    for name, reached in ("a100-80gb", 0.75), ("h100", 0.55), ("v5e", 0.95):
-        chip = machines.CHIPS[name]
-        machine = machines.Machine(chip, 1, (1, 1))
-        one = estimate(work((1, products(reached * chip.flops["bfloat16"]), 0)), [], {}, machine)
-        assert one.seconds == pytest.approx(1, rel=1e-3)
-        assert name not in repr(one)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +183,7 @@ def test_a_program_for_other_devices():
 
 
 def test_of_a_report():
-    mesh = known.mesh_of(jax.devices(), (8,), ("data",))
-    strategy = steps.strategies(mesh, known.mesh_of(jax.devices(), (4, 2), ("data", "model")))
-    strategy = strategy["data_parallel"]
+    strategy = steps.strategies(*known.meshes(jax.devices()))["data_parallel"]
     report = mylib.audit(strategy.step(True), *strategy.args(True))
     rows, pairs = strategy.rows // 8, steps.LAYERS * steps.WIDTH * steps.HIDDEN * 2
     # Forward, and twice as much backward; the first layer's input needs no gradient.

@@ -13,10 +13,6 @@ import mylib
 CASES = [case for case in known.cases(jax.devices()) if "cpu" not in case.without]
 
 
-def answer_of(report: mylib.results.Report) -> known.Answer:
-    return sorted((c.kind, c.axes, c.bytes, c.times) for c in report.collectives)
-
-
 def test_there_are_enough():
     assert len(CASES) >= 60
 
@@ -24,7 +20,7 @@ def test_there_are_enough():
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_known_answer(case):
     report = mylib.audit(jax.jit(case.fun), *case.args)
-    assert answer_of(report) == sorted(case.answer)
+    assert known.answer_of(report) == sorted(case.answer)
 
 
 def test_bytes_on_the_wire():
@@ -99,4 +95,4 @@ def test_random_programs(steps, axis, turns):
     mapped = jax.jit(known.mapped(mesh, P("a", "b", "c"), fun))
     lowered = mapped.lower(x)
     before = list(expected)
-    assert answer_of(mylib.audit(lowered.compile())) == sorted(before)
+    assert known.answer_of(mylib.audit(lowered.compile())) == sorted(before)

@@ -208,6 +208,12 @@ def program(*body: str, computations: str = "") -> str:
 PARAMETER = '%x = f32[8]{0} parameter(0), metadata={op_name="x"}'
 
 
+SUM = """%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
 GATHER = """%async (p: f32[8]) -> f32[64] {
   %p = f32[8]{0} parameter(0)
   ROOT %g = f32[64]{0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
@@ -391,12 +397,7 @@ def test_the_sum_of_a_collective_that_is_started():
         "%s = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups=[1,8]<=[8], "
         'to_apply=%sum, metadata={op_name="jit(f)/transpose(jvp())/reduce_sum"}',
         "ROOT %d = f32[8]{0} all-reduce-done(%s)",
-        computations="""%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}
-""",
+        computations=SUM,
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.bytes, only.phase) == ("all-reduce", 32, "backward")
@@ -418,12 +419,7 @@ def test_a_broadcast_of_what_a_copy_in_the_background_returns():
 
 def test_a_loop_that_nobody_knows_and_one_that_counts_down():
     def looped(condition: str) -> str:
-        computations = f"""%sum (a: f32[], b: f32[]) -> f32[] {{
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %c = f32[] add(%a, %b)
-}}
-
+        computations = f"""{SUM}
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
   %p = (s32[], f32[8]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0

@@ -1,16 +1,15 @@
 """The order in which programs of the GPU's and the TPU's compilers compute and communicate."""
 
-import gzip
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from known import TEXTS, text_of
 
 import mylib
 from mylib._programs.audit.moments import Begin, End
 from mylib._programs.audit.work import Loop, Operation
 
-TEXTS = sorted((Path(__file__).parent / "texts").glob("*.hlo.gz"))
+NAMES = sorted(path.name.removesuffix(".hlo.gz") for path in TEXTS.glob("*.hlo.gz"))
 
 
 def begun(steps, times=1):
@@ -41,9 +40,9 @@ def beside(steps):
     return found
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name.removesuffix(".hlo.gz"))
-def test_every_collective_begins_and_ends(path):
-    report = mylib.audit(gzip.decompress(path.read_bytes()).decode())
+@pytest.mark.parametrize("name", NAMES)
+def test_every_collective_begins_and_ends(name):
+    report = mylib.audit(text_of(name))
     counts = begun(report.work.schedule)
     for number, c in enumerate(report.collectives):
         if c.times is not None and not c.sometimes:

@@ -4,31 +4,22 @@ The steps train 4 pairs of weights, 512 x 2048 and 2048 x 512 float32 (4 MiB eac
 1024 rows; the large one 2048 x 8192 bfloat16 (32 MiB each). They are read here without compilers.
 """
 
-import gzip
-from pathlib import Path
-
 import pytest
 from jax.sharding import AbstractMesh
+from known import answer_of, text_of
 
 import mylib
 from mylib import contracts
 from mylib._programs.audit.hlo import HloModule
 from mylib._programs.audit.peak import peak_of
 
-TEXTS = Path(__file__).parent / "texts"
 MIB = 2**20
 ONE = AbstractMesh((8,), ("data",))
 TWO = AbstractMesh((4, 2), ("data", "model"))
 
 
 def read(name: str, mesh: AbstractMesh = ONE) -> mylib.results.Report:
-    return mylib.audit(gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode(), mesh=mesh)
-
-
-def answer_of(
-    report: mylib.results.Report,
-) -> list[tuple[str, tuple[str, ...] | None, int, int | None]]:
-    return sorted((c.kind, c.axes, c.bytes, c.times) for c in report.collectives)
+    return mylib.audit(text_of(name), mesh=mesh)
 
 
 def test_tpu_prints_no_trip_counts():
@@ -179,8 +170,7 @@ def test_windowed_einsum():
 )
 def test_what_is_alive_accounts_for_the_peak(name, arguments, peak):
     """The compilers' own counts of the arguments and of the peak, in MiB."""
-    text = gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode()
-    found = arguments + peak_of(HloModule(text)).bytes / MIB
+    found = arguments + peak_of(HloModule(text_of(name))).bytes / MIB
     assert abs(found / peak - 1) < 0.05
 
 
@@ -189,12 +179,8 @@ def test_windows_that_sum_over_another_axis():
     gradients of weights around the ring of 16 sum over the four, too.
     """
     mesh = AbstractMesh((16, 4), ("fsdp", "tensor"))
-    path = TEXTS / "tpu-0.12.0.1-llama_fsdp_tensor_scan.hlo.gz"
-    report = mylib.audit(
-        gzip.decompress(path.read_bytes()).decode(),
-        mesh=mesh,
-        local=("GatherScatterIndicesBitpacked",),
-    )
+    text, local = text_of("tpu-0.12.0.1-llama_fsdp_tensor_scan"), "GatherScatterIndicesBitpacked"
+    report = mylib.audit(text, mesh=mesh, local=(local,))
     chains = [c for c in report.among("reduce-scatter", "fsdp") if c.spelling.startswith("17 ")]
     assert len(chains) >= 3 and {c.times for c in chains} == {64}
     # Of the MLP's weights: 8192 x 28672 in bfloat16, a quarter on each of the four.

@@ -5,25 +5,19 @@ The texts are what the compilers for 8 H100 and for a v5e of 2 x 4 have made of 
 """
 
 import dataclasses
-import gzip
-from pathlib import Path
 
 import equinox as eqx
 import jax
 import known
 import pytest
 import transformer
-from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib._programs.audit import ProgramArray, report_of
 from mylib._programs.audit.hlo import HloModule
 from mylib._programs.audit.peak import peak_of
-from mylib.rules import by_path, replicated
 
-TEXTS = Path(__file__).parent / "texts"
-ONE = known.mesh_of(jax.devices(), (8,), ("data",))
-TWO = known.mesh_of(jax.devices(), (4, 2), ("data", "model"))
+ONE, TWO = known.meshes(jax.devices())
 STRATEGIES = transformer.strategies(ONE, TWO)
 MACHINES = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 EVERYDAY = [("fsdp", False)]
@@ -53,10 +47,7 @@ def test_on_cpus(name, stacked):
 @MACHINES
 @pytest.mark.parametrize(("name", "stacked"), STEPS)
 def test_live(machine, name, stacked):
-    devices = list(machine.devices)
-    one = known.mesh_of(devices, (8,), ("data",))
-    two = known.mesh_of(devices, (4, 2), ("data", "model"))
-    strategy = transformer.strategies(one, two)[name]
+    strategy = transformer.strategies(*known.meshes(list(machine.devices)))[name]
     report = strategy.audit(stacked)
     report.expect(strategy.contract)
     assert_gradients(report, stacked)
@@ -83,8 +74,7 @@ HELD = {
 def test_texts(key):
     compiler, name, layers = key
     strategy, stacked = STRATEGIES[name], layers == "scan"
-    path = TEXTS / f"{compiler}-0.12.0.1-transformer_{name}_{layers}.hlo.gz"
-    text = gzip.decompress(path.read_bytes()).decode()
+    text = known.text_of(f"{compiler}-0.12.0.1-transformer_{name}_{layers}")
     report = read(text, strategy, stacked)
     report.expect(strategy.contract)
     assert_gradients(report, stacked)
@@ -97,8 +87,8 @@ def test_texts(key):
 def test_short_rings_are_reduce_scatters(layers):
     """Among 4 devices the TPU's compiler writes them step by step: 5 permutations."""
     stacked = layers == "scan"
-    path = TEXTS / f"tpu-0.12.0.1-transformer_two_d_{layers}.hlo.gz"
-    report = read(gzip.decompress(path.read_bytes()).decode(), STRATEGIES["two_d"], stacked)
+    text = known.text_of(f"tpu-0.12.0.1-transformer_two_d_{layers}")
+    report = read(text, STRATEGIES["two_d"], stacked)
     rings = [c for c in report.among("reduce-scatter", "data") if "permutes" in c.spelling]
     weights = [p for p in report.parameters if "weight" in p.path and len(p.axes) == 2]
     # All 4 parts of a weight are summed, and each device keeps one.
@@ -130,8 +120,7 @@ def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.resul
 
 def test_rows_that_are_sorted_before_they_are_added():
     """The TPU's compiler does so for large tables: of 32768 rows, which 8 devices have in parts."""
-    path = TEXTS / "tpu-0.12.0.1-transformer_sorted_rows.hlo.gz"
-    text = gzip.decompress(path.read_bytes()).decode()
+    text = known.text_of("tpu-0.12.0.1-transformer_sorted_rows")
     weights = [f"model.{x}" for x in _SORTED.split()]
     names = {f"arrays[{i}]": path for i, path in enumerate([*weights, "tokens"])}
     report = report_of(text, names.__getitem__, mesh=ONE.abstract_mesh, local=())
@@ -145,37 +134,6 @@ _SORTED = (
     "embed layers.norms layers.query layers.key layers.value layers.out layers.up layers.down "
     "unembed"
 )
-
-
-def broken() -> dict[str, tuple[transformer.Strategy, str]]:
-    """A strategy with one wrong placement, and what is told of it."""
-    data, sharded, tensor, both = STRATEGIES.values()
-    turned = by_path({"*.down.weight": P()}) | transformer.MODEL
-    change = dataclasses.replace
-    return {
-        "the batch is whole": (
-            change(data, batch=P()),
-            "each device computes the gradient of the whole batch",
-        ),
-        "a weight is whole": (
-            change(sharded, kept=by_path({"*.up.weight": P()}) | transformer.KEPT),
-            "up.weight .* not sharded over data: 8 devices hold the same",
-        ),
-        "half of a pair is whole": (change(tensor, kept=turned), "expected"),
-        "it is whole over model": (
-            change(both, kept=transformer.KEPT, used=replicated()),
-            "not sharded over model",
-        ),
-    }
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])
-@pytest.mark.parametrize("case", broken())
-def test_broken_on_purpose(case, stacked):
-    strategy, told = broken()[case]
-    with pytest.raises(AssertionError, match=told):
-        strategy.audit(stacked).expect(strategy.contract)
 
 
 def paths_of(stacked: bool) -> list[str]:

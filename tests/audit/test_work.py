@@ -1,8 +1,5 @@
 """What a program computes and moves, against theory, and XLA's own count where that is right."""
 
-import gzip
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import known
@@ -91,8 +88,7 @@ def test_what_a_library_computes_without_saying_so_is_unknown():
 
 def test_attention_of_cudnn():
     """Causal, 2 sequences of 512 with 8 heads of 64: the call is there, the products aren't."""
-    path = Path(__file__).parent / "texts" / "gpu-0.12.0.1-attention.hlo.gz"
-    found = mylib.audit(gzip.decompress(path.read_bytes()).decode()).work
+    found = mylib.audit(known.text_of("gpu-0.12.0.1-attention")).work
     scores = 2 * 8 * 512 * 512
     # Two products forward and five backward, half of each.
     assert dict(found.flops) == {"bfloat16": 7 * 2 * scores * 64 // 2}

@@ -325,6 +325,13 @@ class Step:
     def audit(self, devices: list[Any]) -> mylib.results.Report:
         return mylib.audit(*_Made(self, self.mesh(devices)).lowered())
 
+    @property
+    def placed(self) -> Rule:
+        """How the weights are kept, with one that is wrongly whole."""
+        if self.wrong != "weight":
+            return self.kept
+        return by_path({self.guilty().removeprefix("model").lstrip("."): P()}) | self.kept
+
     def guilty(self) -> str:
         """The path of the weight that is sabotaged."""
         model = _model(self)[0]
@@ -352,7 +359,7 @@ class _Made:
     def lowered(self) -> tuple[Any, ...]:
         step, path = self.step, self.step.guilty().removeprefix("model").lstrip(".")
         model, state = _model(step)
-        kept = by_path({path: P()}) | step.kept if step.wrong == "weight" else step.kept
+        kept = step.placed
         of_state = like(mylib.filter_shard(model, kept, mesh=self.mesh)) | (
             replicated() if step.strategy == "data_parallel" else KEPT
         )
@@ -416,13 +423,8 @@ class _Made:
             )
         if shards and step.wrong != "no fully_shard":
             dtype = jnp.bfloat16 if step.dtype == "bfloat16" else None
-            kept = (
-                by_path({step.guilty().removeprefix("model").lstrip("."): P()}) | step.kept
-                if step.wrong == "weight"
-                else step.kept
-            )
             model = mylib.fully_shard(
-                model, step.kind.layer, kept, step.used, mesh=mesh, dtype=dtype
+                model, step.kind.layer, step.placed, step.used, mesh=mesh, dtype=dtype
             )
         if state is None:
             scores = jax.vmap(model)(x)
@@ -440,6 +442,7 @@ class _Made:
         if step.wrong not in ("unsummed", "twice"):
             return gradients
         right = where(gradients)
+        spec = where(mylib.resolve(_model(step)[0], step.kept, mesh=self.mesh)).spec
         arrays, rest = eqx.partition(model, eqx.is_array)
         state_arrays, state_rest = eqx.partition(state, eqx.is_array)
 
@@ -450,36 +453,22 @@ class _Made:
                 whole = eqx.combine(trained, frozen)
                 return self._loss(whole, eqx.combine(state, state_rest), x, y, None)[0]
 
-            return self._own_part(where(eqx.filter_grad(loss)(trained)), right)
+            return self._own_part(where(eqx.filter_grad(loss)(trained)), spec)
 
-        if step.pieces > 1:
-            x, y = x[0], y[0]
-        batch = P(*step.batch[1:]) if step.pieces > 1 else step.batch
-        spec = self._spec(right)
         options: Any = {"mesh": self.mesh, "out_specs": spec, "check_vma": False}
         if step.wrong == "unsummed":
-            specs = (P(), P(), batch, batch)
+            specs = (P(), P(), step.batch, step.batch)
             made = jax.shard_map(unsummed, in_specs=specs, **options)(arrays, state_arrays, x, y)
         else:
             made = jax.shard_map(
-                lambda g: self._own_part(jax.lax.psum(g, "data"), right), in_specs=P(), **options
+                lambda g: self._own_part(jax.lax.psum(g, "data"), spec), in_specs=P(), **options
             )(right)
         return eqx.tree_at(where, gradients, made)
 
-    def _spec(self, leaf: Any) -> P:
-        name = self.step.guilty().removeprefix("model")
-        return by_path_spec(self.step, name, leaf, self.mesh)
-
-    def _own_part(self, whole: Any, right: Any) -> Any:
-        for i, axis in enumerate(self._spec(right)):
+    def _own_part(self, whole: Any, spec: P) -> Any:
+        for i, axis in enumerate(spec):
             if axis is not None:
                 size = whole.shape[i] // self.mesh.shape[axis]
                 at = jax.lax.axis_index(axis) * size
                 whole = jax.lax.dynamic_slice_in_dim(whole, at, size, i)
         return whole
-
-
-def by_path_spec(step: Step, name: str, leaf: Any, mesh: Mesh) -> P:
-    model = _model(step)[0]
-    placed = mylib.resolve(model, step.kept, mesh=mesh)
-    return step.kind.guilty(placed).spec

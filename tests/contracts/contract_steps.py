@@ -12,12 +12,14 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 import known  # noqa: E402
 from handwritten import (  # noqa: E402
+    exchanged,
     gathered,
     hierarchical,
     in_bytes,
     own_part,
     psum,
     scattered,
+    sent,
 )
 
 # isort: split
@@ -38,36 +40,26 @@ import mylib  # noqa: E402
 from mylib import contracts  # noqa: E402
 
 N, LENGTH, VOCAB, DEVICES = 16, 4, 32, 8
-_RING = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
-
-
-def _sent(g: Any) -> Any:
-    return lax.ppermute(g, "data", _RING)
 
 
 def _ring(g: Any) -> Any:
     total = g
     for _ in range(DEVICES - 1):
-        total = _sent(total) + g
+        total = sent(total) + g
     return total
 
 
 def _looped_ring(g: Any) -> Any:
-    return lax.fori_loop(0, DEVICES - 1, lambda _, total: _sent(total) + g, g)
+    return lax.fori_loop(0, DEVICES - 1, lambda _, total: sent(total) + g, g)
 
 
 def _passed_on(g: Any) -> Any:
     def one(_: Any, carry: Any) -> Any:
         total, passed = carry
-        passed = _sent(passed)
+        passed = sent(passed)
         return total + passed, passed
 
     return lax.fori_loop(0, DEVICES - 1, one, (g, g))[0]
-
-
-def _exchanged(g: Any) -> Any:
-    """The parts of one device, from all devices."""
-    return lax.all_to_all(g.reshape(DEVICES, -1, *g.shape[1:]), "data", 0, 0)
 
 
 def _all(g: Any) -> Any:
@@ -83,7 +75,7 @@ SUMS: dict[str, Way] = {
     "gather and sum": lambda g: lax.all_gather(g, "data").sum(0),
     "gather along the last and sum": lambda g: lax.all_gather(g, "data", axis=g.ndim).sum(-1),
     "gather and einsum": lambda g: jnp.einsum("i...->...", lax.all_gather(g, "data")),
-    "exchange and sum": lambda g: _all(_exchanged(g).sum(0)),
+    "exchange and sum": lambda g: _all(exchanged(g).sum(0)),
     "ring": _ring,
     "looped ring": _looped_ring,
     "passed on": _passed_on,
@@ -99,7 +91,7 @@ NO_SUMS: dict[str, Way] = {
 SCATTERS: dict[str, Way] = {
     "psum_scatter": scattered,
     "psum and slice": lambda g: own_part(psum(g)),
-    "exchange and sum": lambda g: _exchanged(g).sum(0),
+    "exchange and sum": lambda g: exchanged(g).sum(0),
 }
 NO_SCATTERS: dict[str, Way] = {
     "own part": own_part,

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 import mylib
 from mylib import contracts
 
-ONE = known.mesh_of(jax.devices(), (8,), ("data",))
-TWO = known.mesh_of(jax.devices(), (4, 2), ("data", "model"))
+ONE, TWO = known.meshes(jax.devices())
 STRATEGIES = steps.strategies(ONE, TWO)
 CONTRACTS = {
     "data_parallel": contracts.data_parallel("data"),
@@ -24,15 +23,12 @@ CONTRACTS = {
     "tensor_parallel": contracts.tensor_parallel("model", forward=steps.LAYERS),
     "two_d": contracts.two_d("data", "model"),
 }
-REPORTS: dict[tuple[str, bool], mylib.results.Report] = {}
 
 
+@functools.cache
 def report_of(name: str, stacked: bool) -> mylib.results.Report:
-    if (name, stacked) not in REPORTS:
-        strategy = STRATEGIES[name]
-        report = mylib.audit(strategy.step(stacked), *strategy.args(stacked))
-        REPORTS[name, stacked] = report
-    return REPORTS[name, stacked]
+    strategy = STRATEGIES[name]
+    return mylib.audit(strategy.step(stacked), *strategy.args(stacked))
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])
@@ -146,6 +142,8 @@ def test_names_that_do_not_exist():
         report.expect(contracts.communicates({("gather", "data"): 1}))
     with pytest.raises(ValueError, match="'64 MegaBytes' is not a size"):
         contracts.at_most("64 MegaBytes")
+    with pytest.raises(ValueError, match="no 'temporary': write one of arguments, results, temp"):
+        contracts.memory(temporary="1 MiB")
     with pytest.raises(ValueError, match="no array of an argument 'params'"):
         report.expect(contracts.sharded("params"))
     with pytest.raises(ValueError, match="no axis 'model'"):
@@ -188,55 +186,49 @@ ALL_COLUMNS = {"up": P(None, "model"), "down": P(None, "model")}
 
 def wrong() -> dict[str, tuple[Callable[[], mylib.results.Report], contracts.Contract, str]]:
     """A step, a contract that does not hold, and how the first sentence begins."""
-    one, two = handwritten.meshes(jax.devices())
     audited, whole, rows = handwritten.audited, handwritten.WHOLE, handwritten.ROWS
     summing, sharded = handwritten.summing, handwritten.sharded
     data, parts = contracts.data_parallel("data"), contracts.fsdp("data")
     tensor = contracts.tensor_parallel("model")
     return {
-        "half of the gradients not sent": (
-            lambda: audited(one, summing(up=PSUM, down=lambda g: g), whole),
-            data,
-            r"model\['down'\]: its gradient is not sent over data",
-        ),
         "summed twice": (
-            lambda: audited(one, summing(up=PSUM, down=lambda g: PSUM(PSUM(g))), whole),
+            lambda: audited(ONE, summing(up=PSUM, down=lambda g: PSUM(PSUM(g))), whole),
             data,
             r"model\['down'\]: summed twice: ",
         ),
         "summed in each microbatch": (
-            lambda: audited(one, handwritten.in_pieces, whole),
+            lambda: audited(ONE, handwritten.in_pieces, whole),
             data,
             r"model\['down'\], model\['up'\]: its gradient is summed 4 times in a call, and 1",
         ),
         "only activations summed": (
-            lambda: audited(one, handwritten.activations_alone, whole),
+            lambda: audited(ONE, handwritten.activations_alone, whole),
             data,
             r"model\['down'\], model\['up'\]: its gradient is not sent over data",
         ),
         "5000 gathers of 4 KiB": (
-            lambda: audited(one, handwritten.gathers, whole, rows=32),
+            lambda: audited(ONE, handwritten.gathers, whole, rows=32),
             data,
             "all_gather: moved by all-gather over data .* in a loop: 4 KiB, and no activation",
         ),
         "fsdp, half not sent": (
-            lambda: audited(one, sharded(up=ROW, down=handwritten.own_part), rows),
+            lambda: audited(ONE, sharded(up=ROW, down=handwritten.own_part), rows),
             parts,
             r"model\['down'\]: its gradient is not sent over data",
         ),
         "fsdp, the model returned replicated": (
-            lambda: audited(one, handwritten.returned_whole, rows, out=whole),
+            lambda: audited(ONE, handwritten.returned_whole, rows, out=whole),
             parts,
             r"model\['down'\]: given sharded over data, and returned replicated",
         ),
         "fsdp, the whole batch gathered": (
-            lambda: audited(one, handwritten.whole_batch, rows),
+            lambda: audited(ONE, handwritten.whole_batch, rows),
             parts,
             "x: moved by all-gather over data .*, and no activation expected",
         ),
         "fsdp, the part of another axis": (
             lambda: audited(
-                two,
+                TWO,
                 sharded(up=ROW, down=lambda g: handwritten.own_part(PSUM(g), "model")),
                 rows,
             ),
@@ -244,27 +236,27 @@ def wrong() -> dict[str, tuple[Callable[[], mylib.results.Report], contracts.Con
             r"model\['down'\]: all devices along data keep the same part of it",
         ),
         "tensor, a weight moved by a padded sum": (
-            lambda: audited(two, handwritten.moved_weight, COLUMNS, out=P("data")),
+            lambda: audited(TWO, handwritten.moved_weight, COLUMNS, out=P("data")),
             tensor,
             r"model\['up'\]: all-reduce over model .*, and weights should stay where they are",
         ),
         "tensor, columns twice": (
-            lambda: audited(two, handwritten.columns_twice, ALL_COLUMNS, rows=8, out=P("data")),
+            lambda: audited(TWO, handwritten.columns_twice, ALL_COLUMNS, rows=8, out=P("data")),
             tensor,
             "all_gather: moved by all-gather over model .*, and no activation expected",
         ),
         "a gather over both axes": (
-            lambda: audited(two, handwritten.gathered_over_both, whole, out=P()),
+            lambda: audited(TWO, handwritten.gathered_over_both, whole, out=P()),
             contracts.never("all-gather", "data"),
             "x: all-gather over data, model .*, and none expected",
         ),
         "a gather over both axes is many bytes": (
-            lambda: audited(two, handwritten.gathered_over_both, whole, out=P()),
+            lambda: audited(TWO, handwritten.gathered_over_both, whole, out=P()),
             contracts.at_most(0, "all-gather", "model"),
             "all-gather over model: 8 KiB in a call, and at most 0 B expected",
         ),
         "two gathers over parts": (
-            lambda: audited(one, handwritten.gathered_in_parts, whole, out=P()),
+            lambda: audited(ONE, handwritten.gathered_in_parts, whole, out=P()),
             contracts.never("all-gather", "data"),
             "x.*: all-gather over data:",
         ),
@@ -272,45 +264,33 @@ def wrong() -> dict[str, tuple[Callable[[], mylib.results.Report], contracts.Con
 
 
 def right() -> dict[str, tuple[Callable[[], mylib.results.Report], contracts.Contract]]:
-    one, two = handwritten.meshes(jax.devices())
     audited, whole, rows = handwritten.audited, handwritten.WHOLE, handwritten.ROWS
-    summing, sharded = handwritten.summing, handwritten.sharded
+    sharded = handwritten.sharded
     data, parts = contracts.data_parallel("data"), contracts.fsdp("data")
     tensor = contracts.tensor_parallel("model", forward=1)
     found = {
-        "each summed once": (lambda: audited(one, summing(up=PSUM, down=PSUM), whole), data),
-        "an adapter alone": (lambda: audited(one, handwritten.adapter, whole), data),
-        "hierarchical sums": (
-            lambda: audited(
-                one, summing(up=handwritten.hierarchical, down=handwritten.hierarchical), whole
-            ),
-            data,
-        ),
-        "8-bit gradients": (
-            lambda: audited(one, summing(up=handwritten.in_bytes, down=PSUM), whole),
-            data,
-        ),
+        "an adapter alone": (lambda: audited(ONE, handwritten.adapter, whole), data),
         "pieces": (
-            lambda: audited(one, handwritten.in_pieces, whole),
+            lambda: audited(ONE, handwritten.in_pieces, whole),
             contracts.data_parallel("data", pieces=4),
         ),
-        "fsdp": (lambda: audited(one, sharded(up=ROW, down=ROW), rows), parts),
-        "fsdp in 4 pieces": (lambda: audited(one, handwritten.sharded_in_pieces, rows), parts),
+        "fsdp": (lambda: audited(ONE, sharded(up=ROW, down=ROW), rows), parts),
+        "fsdp in 4 pieces": (lambda: audited(ONE, handwritten.sharded_in_pieces, rows), parts),
         "fsdp in at most 4 pieces": (
-            lambda: audited(one, handwritten.sharded_in_pieces, rows),
+            lambda: audited(ONE, handwritten.sharded_in_pieces, rows),
             contracts.fsdp("data", pieces=4),
         ),
         "fsdp, evaluation": (
-            lambda: audited(one, handwritten.evaluation, rows, out=P()),
+            lambda: audited(ONE, handwritten.evaluation, rows, out=P()),
             parts,
         ),
         "sequence parallelism": (
-            lambda: audited(two, handwritten.sequence_parallel, COLUMNS, out=P("data")),
+            lambda: audited(TWO, handwritten.sequence_parallel, COLUMNS, out=P("data")),
             contracts.tensor_parallel("model", forward=2),
         ),
     }
     for n in (8, 64):
-        run = functools.partial(audited, two, handwritten.megatron, COLUMNS, rows=n, out=P("data"))
+        run = functools.partial(audited, TWO, handwritten.megatron, COLUMNS, rows=n, out=P("data"))
         found[f"tensor with {n} rows"] = (run, tensor)
     return found
 
@@ -337,11 +317,6 @@ def test_one_sum_in_each_branch_counts_once():
     report.expect(contracts.communicates({("all-reduce", "data"): 1}))
 
 
-def test_memory_that_does_not_exist():
-    with pytest.raises(ValueError, match="no 'temporary': write one of arguments, results, temp"):
-        contracts.memory(temporary="1 MiB")
-
-
 def test_results_that_have_other_names_than_the_weights():
     """Whether their gradients are sent is not known, so it is not told that they are."""
 
@@ -349,9 +324,8 @@ def test_results_that_have_other_names_than_the_weights():
         right = handwritten.summing(up=PSUM, down=PSUM)(model, x)
         return {"one": right["up"].sum(0), "two": right["down"].sum(0)}
 
-    mesh, _ = handwritten.meshes(jax.devices())
     out = {"one": P(), "two": P()}
-    report = handwritten.audited(mesh, step, handwritten.WHOLE, out=out)
+    report = handwritten.audited(ONE, step, handwritten.WHOLE, out=out)
     with pytest.raises(
         mylib.errors.AuditError, match="which weights step trains: none of its results"
     ):

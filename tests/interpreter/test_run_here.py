@@ -1,8 +1,5 @@
 """`run_here`: arguments, results and errors; and programs of tests/audit/texts."""
 
-import gzip
-from pathlib import Path
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,17 +7,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from known import text_of
 
 import mylib
 from mylib._programs.interpreter.here import run_text
 from mylib._programs.interpreter.interpreter import Interpreter
 from mylib.testing import run_here
-
-TEXTS = Path(__file__).parent.parent / "audit" / "texts"
-
-
-def text_of(name):
-    return gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode()
 
 
 def test_a_sum_that_a_tpu_scatters():
@@ -123,11 +115,6 @@ class TestCombiners:
         wanted = compiled(*args)
         np.testing.assert_array_equal(run_here(compiled, *args), wanted)
 
-    @pytest.mark.parametrize("dtype", ["int8", "float32"])
-    def test_of_a_scatter(self, dtype):
-        x, places = self.x.astype(dtype), np.array([0, 2, 2, 5])
-        self.check(lambda x, i: x.at[:, i].apply(lambda v: 2 * v + 1), x, places)
-
     def test_of_a_window(self):
         def windows(x):
             both = lambda a, b: a + b + a * b  # noqa: E731
@@ -159,23 +146,6 @@ def test_a_window_begins_with_its_own_device_s_number():
     compiled = jax.jit(split).lower(x).compile()
     wanted = x.reshape(4, 3, 2).sum(-1) + 10 * np.arange(4)[:, None]
     np.testing.assert_array_equal(run_here(compiled, x), wanted)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
-def test_products_of_short_numbers_are_as_long_as_the_result(dtype):
-    def product(x, y):
-        return lax.dot(x, y, preferred_element_type=jnp.int32)
-
-    x = np.full((4, 8), np.iinfo(dtype).max, dtype)
-    compiled = jax.jit(product).lower(x, x.T).compile()
-    wide = x.astype(np.int32)
-    np.testing.assert_array_equal(run_here(compiled, x, x.T), wide @ wide.T)
-
-
-def test_bits_of_negative_numbers():
-    x = np.array([-1, -128, 5, 127], np.int8)
-    compiled = jax.jit(lax.population_count).lower(x).compile()
-    np.testing.assert_array_equal(run_here(compiled, x), [8, 1, 2, 7])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8", "int32"])

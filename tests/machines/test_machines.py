@@ -70,6 +70,9 @@ class TestMakeMesh:
     def test_of_some_devices(self):
         mesh = mylib.make_mesh(data=2, devices=jax.devices()[4:6])
         assert list(mesh.devices) == jax.devices()[4:6]
+        in_rows = np.array(jax.devices()).reshape(4, 2)
+        mesh = mylib.make_mesh(data=4, model=2, devices=in_rows)
+        assert mesh == mylib.make_mesh(data=4, model=2)
 
     @pytest.mark.parametrize(
         ("arguments", "told"),
@@ -229,7 +232,6 @@ assert not {name for name in added if "CUDA" in name}, added
 class TestThePlugin:
     FILE = """
         import pytest
-import rooms
 
         @pytest.mark.compiles_for("h100 x 8", "v5e 4x4")
         def test_it(machine):
@@ -251,7 +253,7 @@ import rooms
         installed = []
         for platform in ("gpu", "tpu"):
             try:
-                machines.require(platform)
+                room.require(platform)
                 installed.append(platform)
             except machines.CompilerError:
                 pass
@@ -429,9 +431,3 @@ Total hbm usage >= 41.74G:
 def test_wrong_arguments_of_make_mesh(options, says):
     with pytest.raises(TypeError, match=says):
         mylib.make_mesh(**options)
-
-
-def test_an_array_of_devices():
-    devices = np.array(jax.devices()).reshape(4, 2)
-    mesh = mylib.make_mesh(data=4, model=2, devices=devices)
-    assert mesh == mylib.make_mesh(data=4, model=2)

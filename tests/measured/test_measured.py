@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import known
 import numpy as np
 import profiled
 import pytest
@@ -15,11 +16,6 @@ from terminals import terminal
 import mylib
 
 ONE = mylib.make_mesh(data=8)
-PERMUTED = [3, 1, 0, 2, 7, 5, 6, 4]
-
-
-def in_order(order, shape, names):
-    return Mesh(np.array(jax.devices())[np.array(order)].reshape(shape), names)
 
 
 class Run:
@@ -82,7 +78,7 @@ def test_a_late_device_is_named(tmp_path):
     ("axes", "waiting"), [("a", {1}), ("b", {3, 0, 2}), (("a", "b"), {3, 0, 2, 7, 1, 6, 4})]
 )
 def test_groups_of_devices_in_the_order_of_the_mesh(axes, waiting, tmp_path):
-    mesh = in_order(PERMUTED, (2, 4), ("a", "b"))
+    mesh = known.mesh_of([jax.devices()[i] for i in known.PERMUTED], (2, 4), ("a", "b"))
     # Over a, device 7 is with 3, 5 with 1, 6 with 0, and 4 with 2; over b those of a row.
     late = {"a": 5, "b": 1}.get(axes if isinstance(axes, str) else "", 5)
     compiled, *arguments = profiled.sleeping(mesh, late, axes, 0.05)

@@ -1,9 +1,14 @@
 """Models and training steps as for one device, without a placement."""
 
+from collections import Counter
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+
+import mylib
+from mylib._planning.plan.trace import PlannedStep, layers_of, trace
 
 OPTIM = optax.adam(1e-3)
 
@@ -127,3 +132,19 @@ DECODED = (
 )
 TOKENS = jax.ShapeDtypeStruct((16, 17), jnp.int32)
 ROWS = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+# The simplest step, and its arguments.
+STEP, MLP = step_of(squared_loss), abstract(mlp, ROWS)
+
+
+def modelled(step, *args, **options):
+    """A plan for which nothing is compiled."""
+    return mylib.plan(step, *args, **{"compile": 0, "policies": ("full",), **options})
+
+
+def traced(make, batch, loss):
+    step = PlannedStep.of(step_of(loss), abstract(make, batch))
+    return trace(step, "full", layers_of(trace(step, "full", None)))
+
+
+def sent(report):
+    return Counter((x.kind, x.axes, x.times, x.bytes, x.dtype) for x in report.collectives)

@@ -5,7 +5,6 @@ import io
 import math
 import sys
 import time
-from collections import Counter
 
 import equinox as eqx
 import jax
@@ -14,13 +13,13 @@ import numpy as np
 import planned_steps as steps
 import pytest
 from jax.sharding import PartitionSpec as P
+from planned_steps import MLP, STEP, modelled
 
 import mylib
 from mylib._planning.plan.candidates import priced
 from mylib._planning.plan.plan import plan_of
 from mylib._planning.plan.price import with_figures
 from mylib._planning.plan.trace import PlannedStep, trace
-from mylib._programs.lowered import Compiled
 
 KEY = jax.random.key(0)
 
@@ -57,9 +56,7 @@ def by_hand(plan, args):
 
 def figures(lowered):
     compiled = lowered.compile()
-    report = compiled.audit()
-    sent = Counter((x.kind, x.axes, x.times, x.bytes, x.dtype) for x in report.collectives)
-    return sent, compiled.memory.temporaries, compiled.memory.aliased
+    return steps.sent(compiled.audit()), compiled.memory.temporaries, compiled.memory.aliased
 
 
 @pytest.mark.slow
@@ -91,8 +88,7 @@ def test_decoding_with_a_cache_is_the_program_by_hand():
     weights = mylib.rules.by_path(
         {"query": P(None, "model"), "key": P(None, "model"), "out": P("model")}
     )
-    only = {"axes": {"data": 4, "model": 2}, "policies": ("full",), "compile": 0}
-    plan = mylib.plan(steps.decode, *steps.DECODED, **only)
+    plan = modelled(steps.decode, *steps.DECODED, axes={"data": 4, "model": 2})
 
     def decode(x, model, cache, position):
         model = mylib.fully_shard(model, whole, weights, weights, mesh=plan.mesh)
@@ -112,9 +108,7 @@ def test_decoding_with_a_cache_is_the_program_by_hand():
 def test_a_recurrent_layer_is_the_program_by_hand():
     args = steps.abstract(steps.Recurrent, jax.ShapeDtypeStruct((16, 8, 64), jnp.float32))
     kept = mylib.rules.fsdp("data")
-    step = steps.step_of(steps.squared_loss)
-    only = {"axes": {"data": 8}, "policies": ("full",), "compile": 0}
-    plan = mylib.plan(step, *args, **only, kept=kept)
+    plan = modelled(STEP, *args, axes={"data": 8}, kept=kept)
     assert plan.chosen.name == "FSDP 8"
     sharded = lambda m: mylib.fully_shard(m, whole, kept, mesh=plan.mesh)  # noqa: E731
     by_hand = mylib.filter_jit(
@@ -124,7 +118,7 @@ def test_a_recurrent_layer_is_the_program_by_hand():
         mesh=plan.mesh,
         donate="all-except-first",
     )
-    ours = figures(plan.jit(step).lower(*args))
+    ours = figures(plan.jit(STEP).lower(*args))
     assert ours == figures(by_hand.lower(*args)) and ours[0]
 
 
@@ -169,38 +163,33 @@ def test_bytes_are_those_of_the_compiled_program():
 
 @pytest.mark.slow
 def test_compiled_figures_decide():
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
-    plan = mylib.plan(step, *args, policies=("full",), compile=2)
+    plan = mylib.plan(STEP, *MLP, policies=("full",), compile=2)
     assert plan.chosen.compiled and sum(x.compiled for x in plan.others) == 1
     assert plan.audit.axes == plan.axes and plan.memory == plan.audit.memory.peak
-    short = mylib.plan(step, *args, policies=("full",), compile=2, budget=0)
+    short = mylib.plan(STEP, *MLP, policies=("full",), compile=2, budget=0)
     assert short.chosen.compiled and not any(x.compiled for x in short.others)
     only = {"axes": {"model": 8}, "policies": ("full",)}
-    needed = mylib.plan(step, *args, **only).memory
+    needed = mylib.plan(STEP, *MLP, **only).memory
     with pytest.raises(mylib.errors.PlanError, match="by its compiler: .* as 5% are kept free"):
-        mylib.plan(step, *args, **only, memory=needed)
+        mylib.plan(STEP, *MLP, **only, memory=needed)
 
 
 @pytest.mark.slow
 def test_no_candidate_is_begun_that_would_end_after_the_budget():
     """If it takes as long as the one before: here at least two seconds."""
-    args, step = steps.abstract(steps.mlp, steps.ROWS), steps.step_of(steps.squared_loss)
 
     def slow(*args):
         time.sleep(2)
-        return step(*args)
+        return STEP(*args)
 
-    plan = mylib.plan(slow, *args, policies=("full",), compile=3, budget=3.9)
+    plan = mylib.plan(slow, *MLP, policies=("full",), compile=3, budget=3.9)
     assert plan.chosen.compiled and not any(x.compiled for x in plan.others)
 
 
 @pytest.mark.slow
 def test_measured_times_decide(capsys):
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
     options = {"policies": ("full",), "compile": 2, "measure": 2, "progress": True}
-    plan = mylib.plan(step, *args, **options)
+    plan = mylib.plan(STEP, *MLP, **options)
     assert plan.chosen.measured == plan.chosen.seconds > 0
     assert plan.others[0].measured is not None
     # In turns: what slows a machine for a while slows all alike.
@@ -208,7 +197,7 @@ def test_measured_times_decide(capsys):
     names = [x.partition(": ")[2] for x in lines]
     assert len(names) >= 8 and len(set(names[:2])) == 2 and names == names[:2] * (len(names) // 2)
     with pytest.raises(ValueError, match="h100 x 8 is unavailable"):
-        mylib.plan(step, *args, machine="h100 x 8", measure=1)
+        mylib.plan(STEP, *MLP, machine="h100 x 8", measure=1)
 
 
 class PressesCtrlC(io.StringIO):
@@ -228,12 +217,10 @@ class PressesCtrlC(io.StringIO):
 @pytest.mark.parametrize(("calls", "source"), [(1, "compiled"), (5, "measured")])
 def test_ctrl_c_while_it_measures(monkeypatch, calls, source):
     """Measured times decide if all candidates have been called as often."""
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
     monkeypatch.setattr(sys, "stderr", PressesCtrlC())
     monkeypatch.setattr(PressesCtrlC, "left", calls)
     options = {"policies": ("full",), "compile": 2, "measure": 2, "progress": True}
-    plan = mylib.plan(step, *args, **options)
+    plan = mylib.plan(STEP, *MLP, **options)
     assert plan.chosen.source == plan.others[0].source == source
 
 
@@ -258,26 +245,3 @@ def test_saved_inputs_are_gathered():
     assert gathered == 3 * 2 * 4 * 16 * 64 * 4
     assert saved.sent["all-reduce over model"] == whole.sent["all-reduce over model"]
     assert saved.parts["tensor parallelism"] > whole.parts["tensor parallelism"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("known", [0, 1])
-def test_programs_that_are_not_understood(monkeypatch, known):
-    """Such a candidate is kept, its figures are modelled, and the plan says what it is."""
-    audit, reads = Compiled.audit, iter([True] * known)
-
-    def reading(*args, **kwargs):
-        if not next(reads, False):
-            raise mylib.errors.AuditError("the opcode 'all-reduce-and-pray' is not known")
-        return audit(*args, **kwargs)
-
-    monkeypatch.setattr(Compiled, "audit", reading)
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
-    plan = mylib.plan(step, *args, policies=("full",), compile=2)
-    (x, *_) = [one for one in (plan.chosen, *plan.others) if one.unread]
-    assert (x.seconds, x.compiled, x.why) == (x.modelled, False, "")
-    assert "all-reduce-and-pray" in x.unread
-    assert f"{x.name} was compiled, and its figures are modelled: the opcode" in repr(plan)
-    assert (plan.audit is None) == (not known)
-    assert mylib.Plan.of(plan.as_text()) == plan

@@ -1,7 +1,6 @@
 """`plan.code()`: all of it runs where it is pasted, and makes the step of the plan."""
 
 import functools
-from collections import Counter
 
 import equinox as eqx
 import jax
@@ -77,10 +76,6 @@ def step_of(parts, sharded):
     return step
 
 
-def sent(report):
-    return Counter((x.kind, x.axes, x.times, x.bytes, x.dtype) for x in report.collectives)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -105,7 +100,7 @@ def test_is_the_step_of_the_plan(name, axes):
         donate=("model",),
     )
     ours, theirs = (mylib.audit(fun, BATCH, make()) for fun in (plan.jit(step), by_hand))
-    assert sent(ours) == sent(theirs) and sent(ours)
+    assert steps.sent(ours) == steps.sent(theirs) and steps.sent(ours)
     (model, value), (same, wanted) = (fun(BATCH, make()) for fun in (plan.jit(step), by_hand))
     assert value == wanted and eqx.tree_equal(model, same)
 
@@ -113,12 +108,9 @@ def test_is_the_step_of_the_plan(name, axes):
 def test_classes_are_imported():
     make, parts = MODELS["nested"]
     step = step_of(parts, lambda end: lambda model: model)
-    plan = mylib.plan(step, BATCH, make(), axes={"data": 8}, policies=("full",), compile=0)
+    plan = steps.modelled(step, BATCH, make(), axes={"data": 8})
     assert "from test_plan_code import Row\n" in plan.code()
     assert "        Row.Linear,\n        kept_model_encode" in plan.code()
     assert mylib.Plan.of(plan.as_text()).code() == plan.code()
-    mlp = mylib.plan(
-        steps.step_of(steps.squared_loss), *steps.abstract(steps.mlp, steps.ROWS),
-        axes={"data": 8}, policies=("full",), compile=0,
-    )  # fmt: skip
+    mlp = steps.modelled(steps.STEP, *steps.MLP, axes={"data": 8})
     assert "from equinox.nn import Linear\n" in mlp.code()

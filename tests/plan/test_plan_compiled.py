@@ -38,9 +38,7 @@ def test_prices_are_those_of_the_compiled_program(machine, name):
 
 @pytest.mark.compiles_for("h100 x 8")
 def test_the_fastest_that_fits(machine):
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
-    plan = mylib.plan(step, *args, machine=machine, policies=("full",), compile=1)
+    plan = mylib.plan(steps.STEP, *steps.MLP, machine=machine, policies=("full",), compile=1)
     assert plan.chosen.compiled and plan.audit.axes == plan.axes
     low, high = plan.seconds
     assert 0 < low <= plan.chosen.seconds <= high

@@ -7,17 +7,13 @@ import planned_steps as steps
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from planned_steps import traced
 
 from mylib._core.dims import program_of
 from mylib._planning.plan.lifetimes import lives_of
-from mylib._planning.plan.trace import LayerInput, PlanError, PlannedStep, layers_of, trace
+from mylib._planning.plan.trace import LayerInput, PlanError, PlannedStep, trace
 
 KEY = jax.random.key(0)
-
-
-def traced(make, batch, loss, policy="full"):
-    step = PlannedStep.of(steps.step_of(loss), steps.abstract(make, batch))
-    return trace(step, policy, layers_of(trace(step, "full", None)))
 
 
 def named(group):

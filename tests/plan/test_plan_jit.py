@@ -7,6 +7,7 @@ import numpy as np
 import planned_steps as steps
 import pytest
 from jax.sharding import PartitionSpec as P
+from planned_steps import MLP, STEP, modelled
 
 import mylib
 
@@ -15,10 +16,6 @@ BATCH = np.ones((16, 64), np.float32)
 
 def mlp(seed):
     return steps.mlp(jax.random.key(seed))
-
-
-def modelled(step, *args, **options):
-    return mylib.plan(step, *args, **{"compile": 0, "policies": ("full",), **options})
 
 
 def descended(batch, model, others=0.0):
@@ -53,11 +50,11 @@ def distilled(batch, teacher, model):
 
 
 def with_rate(batch, model, state, rate):
-    return steps.step_of(steps.squared_loss)(batch, model, state)
+    return STEP(batch, model, state)
 
 
 def state_alone(batch, model, state):
-    return steps.step_of(steps.squared_loss)(batch, model, state)[1:]
+    return STEP(batch, model, state)[1:]
 
 
 STATE = steps.with_state(mlp(0))[1]
@@ -95,14 +92,10 @@ class TestDonated:
             plan.jit(proximal, donate=("modle",))
 
 
-STEP = steps.step_of(steps.squared_loss)
-ARGS = steps.abstract(steps.mlp, steps.ROWS)
-
-
 @pytest.fixture(scope="module")
 def report():
-    plan = modelled(STEP, *ARGS, axes={"data": 8}, kept=mylib.rules.replicated())
-    return mylib.audit(plan.jit(STEP), *ARGS)
+    plan = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.replicated())
+    return mylib.audit(plan.jit(STEP), *MLP)
 
 
 class TestArguments:
@@ -130,7 +123,7 @@ class TestArguments:
 
         plan = modelled(step, BATCH, mlp(0), STATE)
         assert plan.applying.donated == ("others_0", "others_1")
-        names = [x.path for x in plan.jit(step).lower(*ARGS).compile().audit().parameters]
+        names = [x.path for x in plan.jit(step).lower(*MLP).compile().audit().parameters]
         assert "others_0.layers[0].weight" in names
 
     @pytest.mark.slow

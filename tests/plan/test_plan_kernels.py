@@ -9,18 +9,13 @@ import pytest
 from example_models import program
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from planned_steps import traced
 
 import mylib
 from mylib._core.compat import cudnn_as_described, describe_cudnn
 from mylib._core.dims import program_of
-from mylib._planning.plan.trace import PlannedStep, layers_of, trace
 
 KEY = jax.random.key(0)
-
-
-def traced(make, batch, loss):
-    step = PlannedStep.of(steps.step_of(loss), steps.abstract(make, batch))
-    return trace(step, "full", layers_of(trace(step, "full", None)))
 
 
 def chosen(traced):
@@ -68,12 +63,10 @@ def doubling(cost):
 
 
 def scaled(kernel):
-    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-
     def make(key):
         return Scaled(eqx.nn.Linear(64, 128, key=key), kernel)
 
-    return traced(make, batch, steps.squared_loss)
+    return traced(make, steps.ROWS, steps.squared_loss)
 
 
 def test_the_cost_estimate_of_pallas_is_taken():
@@ -101,12 +94,8 @@ def test_checks_of_errors_are_no_reason_to_refuse():
         y = jax.vmap(model)(eqx.error_if(x, jnp.any(x > 100), "large"))
         return jnp.mean(eqx.error_if(y, jnp.isnan(y), "nan") ** 2)
 
-    def make(key):
-        return eqx.nn.MLP(64, 64, 128, 1, key=key)
-
-    batch = jax.ShapeDtypeStruct((16, 64), jnp.float32)
-    ours = traced(make, batch, loss)
-    plain = traced(make, batch, steps.squared_loss)
+    ours = traced(steps.mlp, steps.ROWS, loss)
+    plain = traced(steps.mlp, steps.ROWS, steps.squared_loss)
     assert chosen(ours) == chosen(plain)
     assert flops(ours) == flops(plain)
 

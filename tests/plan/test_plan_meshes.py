@@ -1,7 +1,5 @@
 """A plan is made, compiled and called on a mesh of its own, whatever mesh is in force."""
 
-import sys
-import textwrap
 import warnings
 from contextlib import nullcontext
 
@@ -11,13 +9,12 @@ import numpy as np
 import planned_steps as steps
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from planned_steps import STEP, modelled
 
 import mylib
-from mylib.__main__ import main
 
 KEY = jax.random.key(0)
 BATCH = np.ones((16, 64), np.float32)
-STEP = steps.step_of(steps.squared_loss)
 MESHES = {
     "README's": lambda: mylib.make_mesh(data=-1),
     "Explicit": lambda: jax.make_mesh((4, 2), ("data", "model")),
@@ -45,7 +42,7 @@ def loss():
 def test_plans_and_runs(mesh, loss):
     args = BATCH, *start()
     kept = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
-    plan = mylib.plan(STEP, *args, axes={"data": 8}, policies=("full",), compile=0, kept=kept)
+    plan = modelled(STEP, *args, axes={"data": 8}, kept=kept)
     fun = plan.jit(STEP)
     abstract = steps.abstract(steps.mlp, BATCH)
     compiled = fun.lower(*abstract).compile()
@@ -70,8 +67,7 @@ def test_compiles_and_measures(mesh):
 
 def test_machines_that_are_not_here(mesh):
     args = steps.abstract(steps.mlp, steps.ROWS)
-    plan = mylib.plan(STEP, *args, machine="h100 x 16", policies=("full",), compile=0)
-    assert plan.machine.count == 16
+    assert modelled(STEP, *args, machine="h100 x 16").machine.count == 16
 
 
 def test_with_mesh():
@@ -80,48 +76,17 @@ def test_with_mesh():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         with mesh:
-            mylib.plan(STEP, BATCH, *start(), policies=("full",), compile=0)
+            modelled(STEP, BATCH, *start())
 
 
 @pytest.mark.slow
 def test_in_another_program(loss):
     """It stays on that program's mesh."""
-    plan = mylib.plan(STEP, BATCH, *start(), axes={"data": 8}, policies=("full",), compile=0)
+    plan = modelled(STEP, BATCH, *start(), axes={"data": 8})
     for mesh in nullcontext(), jax.set_mesh(mylib.make_mesh(data=8)):
         with mesh:
             found = jax.jit(lambda batch: plan.jit(STEP)(batch, *start())[2])(BATCH)
         assert abs(float(found) - float(loss)) < 1e-5
-
-
-PROGRAM = """
-    import equinox as eqx, jax, jax.numpy as jnp, mylib
-
-    jax.set_mesh(mylib.make_mesh(data=-1))
-
-    def step(batch, model):
-        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(batch) ** 2))(model)
-        return eqx.apply_updates(model, grads)
-
-    def training(machine):
-        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
-        return step, jnp.zeros((machine.count, 64)), model, {"policies": ("full",), "compile": 0}
-"""
-
-
-def test_on_the_command_line(tmp_path, monkeypatch, capsys):
-    """A module sets it, and says in its dict what to compile; the command line may overrule it."""
-    (tmp_path / "planned_on_mesh.py").write_text(textwrap.dedent(PROGRAM))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = jax.sharding.get_mesh()
-    try:
-        command = ["plan", "planned_on_mesh:training", "--machine", "h100 x 8"]
-        assert main(command) == 0
-        assert "nothing was compiled" in capsys.readouterr().out
-        with pytest.raises(TypeError, match="compile=-1: write a number of at least 0"):
-            main([*command, "--compile", "-1"])
-    finally:
-        jax.set_mesh(before)
 
 
 L, KEPT = eqx.nn.Linear, mylib.rules.fsdp("data")
@@ -141,7 +106,7 @@ def test_a_step_with_fully_shard(sharded, machine):
     with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
         step = steps.step_of(steps.squared_loss, lambda model: sharded(model, mesh))
         with pytest.raises(mylib.errors.PlanError, match=HANDED) as caught:
-            mylib.plan(step, BATCH, *start(), machine=machine, policies=("full",), compile=0)
+            modelled(step, BATCH, *start(), machine=machine)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -168,7 +133,7 @@ def test_a_constraint_that_a_plan_may_lack():
         batch = mylib.filter_shard(batch, mylib.rules.where_present(P("data")))
         return STEP(batch, model, state)
 
-    mylib.plan(step, BATCH, *start(), machine="h100 x 16", policies=("full",), compile=0)
+    modelled(step, BATCH, *start(), machine="h100 x 16")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +150,7 @@ def test_a_step_with_placements(options, is_given):
     with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
         step = mylib.filter_jit(STEP, **options, mesh=mesh if is_given else None)
         with pytest.raises(mylib.errors.PlanError, match=HANDED) as caught:
-            mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
+            modelled(step, BATCH, *start())
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -197,10 +162,10 @@ def test_a_step_with_constraints():
         return STEP(eqx.filter_shard(batch, placed), *others)
 
     with pytest.raises(mylib.errors.PlanError, match=rf"{HANDED}.*places an array at NamedShard"):
-        mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
+        modelled(step, BATCH, *start())
 
 
 def test_a_step_that_is_compiled():
     """Without placements there is nothing to leave out."""
     step = mylib.filter_jit(STEP, donate="all-except-first")
-    assert mylib.plan(step, BATCH, *start(), policies=("full",), compile=0).applying.donated
+    assert modelled(step, BATCH, *start()).applying.donated

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planned_steps import modelled
 
 import mylib
 
@@ -58,13 +59,8 @@ def loss_of(model, rows):
 def planned(memory, numbers=(), **options):
     model, batch = Stack(jax.random.key(0)), np.ones((ROWS, WIDTH), np.float32)
     step = steps if numbers else steps(1)
-    options = {
-        "policies": ("full",),
-        "compile": 0,
-        "memory": memory,
-        "machine": "h100 x 8",
-    } | options
-    return mylib.plan(step, model, batch, micro_batches=numbers, **options)
+    options = {"memory": memory, "machine": "h100 x 8", **options}
+    return modelled(step, model, batch, micro_batches=numbers, **options)
 
 
 def memory_of(plan, name):
@@ -132,15 +128,13 @@ def test_what_is_offloaded_takes_no_memory_and_time():
 
 
 def test_the_inputs_of_layers_are_offloaded():
-    full, offload = (planned(1e9, policies=(x,), axes={"data": 8}) for x in _ONLY_INPUTS)
+    policies = "full", "offload_inputs"
+    full, offload = (planned(1e9, policies=(x,), axes={"data": 8}) for x in policies)
     # Each of the four layers copies its input there and back.
     copied = 2 * 4 * ROWS * WIDTH * 4 / 8
     assert offload.chosen.parts["offloading"] == pytest.approx(copied / 6.4e10, rel=0.1)
     assert offload.memory < full.memory
     assert '["layer_input"]' in offload.code()
-
-
-_ONLY_INPUTS = "full", "offload_inputs"
 
 
 @pytest.mark.compilers

@@ -2,10 +2,9 @@
 
 import xml.etree.ElementTree as ET
 
-import planned_steps as steps
 import pytest
+from planned_steps import MLP, STEP, modelled
 
-import mylib
 from mylib._planning.plan.candidate import Candidate
 from mylib._planning.plan.picture import _BYTES, _SECONDS, Axis, Dot, _names
 
@@ -13,10 +12,7 @@ GIB = 2**30
 
 
 def test_it_is_well_formed_and_has_all_candidates():
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = steps.step_of(steps.squared_loss)
-    options = {"machine": "h100 x 8", "policies": ("full",), "compile": 0}
-    plan = mylib.plan(step, *args, **options, memory=2**20)
+    plan = modelled(STEP, *MLP, machine="h100 x 8", memory=2**20)
     page = ET.fromstring(plan._repr_html_())
     circles = page.findall(".//circle")
     priced = [x for x in (plan.chosen, *plan.others, *plan.rejected) if x.seconds]

@@ -1,23 +1,16 @@
 """Published steps with kernels, of `benchmarks/plan.py`, planned without a compiler."""
 
 import importlib
-import sys
-from pathlib import Path
 
+import _pages
 import pytest
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def rows():
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        found = importlib.import_module("plan").WITH_KERNELS
-    finally:
-        sys.path[:] = before
-    return {row.name: row for row in found}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_pages.ROOT / "benchmarks")
+        return {row.name: row for row in importlib.import_module("plan").WITH_KERNELS}
 
 
 @pytest.mark.parametrize(

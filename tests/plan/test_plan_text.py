@@ -6,15 +6,13 @@ from dataclasses import fields, replace
 
 import equinox as eqx
 import jax.numpy as jnp
-import planned_steps as steps
 import pytest
+from planned_steps import MLP, STEP
 
 import mylib
 from mylib import machines
 from mylib._planning.plan.apply import Applying
 
-ARGS = steps.abstract(steps.mlp, steps.ROWS)
-STEP = steps.step_of(steps.squared_loss)
 HOPPER = machines.CHIPS["h100"]
 MACHINES = [
     machines.here(),
@@ -36,7 +34,7 @@ MACHINES = [
 
 @pytest.fixture(scope="module")
 def plan():
-    return mylib.plan(STEP, *ARGS, machine="h100 x 64", compile=0, dtype=jnp.bfloat16)
+    return mylib.plan(STEP, *MLP, machine="h100 x 64", compile=0, dtype=jnp.bfloat16)
 
 
 def test_machines(plan):
@@ -75,7 +73,7 @@ def test_every_field_counts(plan):
 
 def test_on_the_cluster():
     """There its devices are those that are here."""
-    plan = mylib.plan(STEP, *ARGS, machine="h100 x 8", axes={"data": 8}, compile=0)
+    plan = mylib.plan(STEP, *MLP, machine="h100 x 8", axes={"data": 8}, compile=0)
     again = mylib.Plan.of(plan.as_text(), machine=machines.here())
     assert again.machine == machines.here() and again.mesh.devices[0] == machines.here().devices[0]
 
@@ -96,9 +94,9 @@ def test_why_not_takes_whole_names(plan):
 
 def test_why_not_without_the_policy():
     options = {"machine": "h100 x 8", "axes": {"data": 8}, "compile": 0}
-    plan = mylib.plan(STEP, *ARGS, **options, policies=("dots",))
+    plan = mylib.plan(STEP, *MLP, **options, policies=("dots",))
     assert plan.why_not("FSDP 8").startswith("FSDP 8, saves dots ")
-    plan = mylib.plan(STEP, *ARGS, **options, policies=("dots", "all"))
+    plan = mylib.plan(STEP, *MLP, **options, policies=("dots", "all"))
     told = "'FSDP 8' may be 'FSDP 8, saves (dots' or 'FSDP 8, saves all|all' or .*dots)'"
     with pytest.raises(mylib.errors.PlanError, match=told):
         plan.why_not("FSDP 8")

@@ -12,18 +12,22 @@ import numpy as np
 import planned_steps as steps
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from planned_steps import MLP, STEP, modelled
 
 import mylib
 from mylib._planning.plan.calls import Calls, roles_in
 
 KEY = jax.random.key(0)
-MLP = steps.abstract(steps.mlp, steps.ROWS)
-STEP = steps.step_of(steps.squared_loss)
 BATCH = np.ones((16, 64), np.float32)
 
 
-def modelled(step, *args, **options):
-    return mylib.plan(step, *args, **{"compile": 0, "policies": ("full",), **options})
+def assert_code_says_the_same(plan, model):
+    names = {"mylib": mylib, "P": P, "jnp": jnp, "Linear": eqx.nn.Linear, "model": model}
+    exec(plan.code(), names)
+    for name in ("kept", "used"):
+        ours = mylib.resolve(model, getattr(plan, name), mesh=plan.mesh)
+        theirs = mylib.resolve(model, names[name], mesh=names["mesh"])
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +112,8 @@ class TestPlan:
         assert names["rows"] == mylib.rules.replicated()
 
     def test_code_says_the_same(self, made):
-        names = {"mylib": mylib, "P": P, "jnp": jnp, "Linear": eqx.nn.Linear, "model": MLP[1]}
-        lines = made.code()
-        assert "# in the loss:" in lines
-        exec(lines, names)
-        for name in ("kept", "used"):
-            ours = mylib.resolve(MLP[1], getattr(made, name), mesh=made.mesh)
-            theirs = mylib.resolve(MLP[1], names[name], mesh=names["mesh"])
-            same = jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs)
-            assert all(jax.tree.leaves(same))
+        assert "# in the loss:" in made.code()
+        assert_code_says_the_same(made, MLP[1])
 
 
 class TestText:
@@ -230,16 +227,7 @@ class TestFixed:
         assert plan.applying.results["[0].layers[0].weight"] == (None, "data")
         assert kept_of(plan, ".layers[1].weight") == kept_of(free, ".layers[1].weight")
         assert mylib.Plan.of(plan.as_text()) == plan != free
-
-    def test_code(self):
-        rule = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
-        plan = modelled(STEP, *MLP, axes={"data": 8}, kept=rule)
-        names = {"mylib": mylib, "P": P, "Linear": eqx.nn.Linear, "model": MLP[1]}
-        exec(plan.code(), names)
-        ours, theirs = (
-            mylib.resolve(MLP[1], x, mesh=plan.mesh) for x in (plan.kept, names["kept"])
-        )
-        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
+        assert_code_says_the_same(plan, MLP[1])
 
     @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
     def test_code_of_paths_that_end_alike(self, axes):
@@ -248,13 +236,9 @@ class TestFixed:
         rule = lambda leaf: P("data") if leaf.name == ".up.bias" else mylib.rules.PASS  # noqa: E731
         args = steps.abstract(make, steps.ROWS)
         plan = modelled(STEP, *args, axes=axes, kept=rule)
-        names = {"mylib": mylib, "P": P, "Linear": eqx.nn.Linear, "model": args[1]}
-        exec(plan.code(), names)
-        ours, theirs = (
-            mylib.resolve(args[1], x, mesh=plan.mesh) for x in (plan.kept, names["kept"])
-        )
-        assert ours.up.bias.spec == P("data") != ours.inner["up"]["up"].bias.spec
-        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
+        kept = mylib.resolve(args[1], plan.kept, mesh=plan.mesh)
+        assert kept.up.bias.spec == P("data") != kept.inner["up"]["up"].bias.spec
+        assert_code_says_the_same(plan, args[1])
 
     def test_other_arguments_need_no_weight_in_parts(self):
         """None of these weights is worth splitting."""
@@ -708,12 +692,12 @@ def test_what_the_audit_cannot_read_is_modelled(monkeypatch, which):
     for name in [x for x in sys.modules if x.startswith("mylib._")]:
         if getattr(sys.modules[name], "report_of", None) is report_of:
             monkeypatch.setattr(sys.modules[name], "report_of", reader)
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    plan = mylib.plan(steps.step_of(steps.squared_loss), *args, policies=("full",), compile=2)
+    plan = mylib.plan(STEP, *MLP, policies=("full",), compile=2)
     unread = [x for x in (plan.chosen, *plan.others) if x.unread]
     assert len(unread) == {"one": 1, "all": 2}[which]
     assert plan.chosen.compiled == (plan.chosen not in unread) == (which == "one")
+    assert (plan.audit is None) == (which == "all")
     for x in unread:
-        assert x.source == "modelled" and x.seconds == x.modelled
+        assert x.source == "modelled" and x.seconds == x.modelled and not x.why
         assert f"{x.name} was compiled, and its figures are modelled: the opcode" in repr(plan)
     assert mylib.Plan.of(plan.as_text()) == plan and plan._repr_html_()

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 from notebook_pages import of_ones
+from terminals import terminal
 
 import mylib
 from mylib._core.show.text import columns, wrapped
@@ -421,11 +422,6 @@ class TestManyLeaves:
 
 
 class TestTerminals:
-    def stdout(self, monkeypatch, width):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-        monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setenv("COLUMNS", str(width))
-
     def test_wide_characters_are_aligned(self):
         """They take two columns, and combining ones none."""
         x = put((8, 4), P("data"))
@@ -438,11 +434,11 @@ class TestTerminals:
 
     def test_a_narrow_one_has_the_table_of_a_transformer(self, monkeypatch):
         """Names that differ in one key share a line, and the bytes of whole arrays are left out."""
-        self.stdout(monkeypatch, 72)
         matrix, vector = abstract((512, 512), MESH, P("data")), abstract((512,), MESH, P())
         heads = {f"{name}_proj": matrix for name in ("query", "key", "value")}
         block = {"attention": heads, "norm": {"weight": vector, "bias": vector}}
-        table = str(mylib.show({"blocks": [block] * 3})).partition("\n\n")[0]
+        with terminal(monkeypatch, 72):
+            table = str(mylib.show({"blocks": [block] * 3})).partition("\n\n")[0]
         assert (
             table
             == dedent("""
@@ -455,18 +451,19 @@ class TestTerminals:
         )
 
     def test_long_cells_and_notes_are_folded_between_words(self, monkeypatch):
-        self.stdout(monkeypatch, 50)
         why = "as each of these dimensions is divided by what of the others is left"
         table = [("array", "times", "why"), ("first", "2", why), ("second.last", "3", "short")]
-        assert columns(table) == [
+        with terminal(monkeypatch, 50):
+            folded, notes = columns(table), wrapped([f"  {why}"])
+        assert folded == [
             "array        times  why",
             "first        2      as each of these dimensions is",
             "                      divided by what of the",
             "                      others is left",
             "second.last  3      short",
         ]
-        assert wrapped([f"  {why}"]) == [f"  {why[:46]}", f"    {why[47:]}"]
+        assert notes == [f"  {why[:46]}", f"    {why[47:]}"]
 
     def test_a_wide_one_has_the_table(self, monkeypatch):
-        self.stdout(monkeypatch, 200)
-        assert str(mylib.show({"a": put((8, 4), P("data"))})).startswith("array")
+        with terminal(monkeypatch, 200):
+            assert str(mylib.show({"a": put((8, 4), P("data"))})).startswith("array")

@@ -147,8 +147,7 @@ def _can(kind, eqn):
 
 def faulty(step, args, fault, mesh):
     """The step with the fault, and the lines that it may be at; None if it has no such equation."""
-    program = jax.make_jaxpr(step, return_shape=True)(*args)
-    program, shape = program
+    program, shape = jax.make_jaxpr(step, return_shape=True)(*args)
     able = [eqn for eqn in program.jaxpr.eqns if _can(fault.kind, eqn)]
     if not able:
         return None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from handwritten import SHAPES, exchanged, own_part, psum, scattered, sent, updated
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -14,39 +15,15 @@ from mylib.testing import VerifyError, verify
 
 DEVICES = 8
 MESH = mylib.make_mesh(data=DEVICES)
-SHAPES = {"up": (16, 32), "down": (32, 16)}
-_RING = [(i, (i + 1) % DEVICES) for i in range(DEVICES)]
 _HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def _psum(g):
-    return lax.psum(g, "data")
-
-
-def _scattered(g):
-    return lax.psum_scatter(g, "data", tiled=True)
 
 
 def _all(g, **options):
     return lax.all_gather(g, "data", **options)
 
 
-def _own_part(g):
-    n = len(g) // DEVICES
-    return lax.dynamic_slice_in_dim(g, lax.axis_index("data") * n, n)
-
-
-def _exchanged(g):
-    """The parts of one device, from all devices."""
-    return lax.all_to_all(g.reshape(DEVICES, -1, *g.shape[1:]), "data", 0, 0)
-
-
-def _sent(g):
-    return lax.ppermute(g, "data", _RING)
-
-
 def _ring(g, turns):
-    return lax.fori_loop(0, turns, lambda _, total: _sent(total) + g, g)
+    return lax.fori_loop(0, turns, lambda _, total: sent(total) + g, g)
 
 
 def _unknown_one(g):
@@ -61,7 +38,7 @@ def _losing(w):
 
 
 def _lost(_, g):
-    return (_scattered(g.at[: len(g) // 2].set(0)),)
+    return (scattered(g.at[: len(g) // 2].set(0)),)
 
 
 _losing.defvjp(lambda w: (_losing(w), None), _lost)
@@ -79,30 +56,30 @@ SUMS = {
     "gather and max": lambda g: _all(g).max(0),
     "gather and sum of half": lambda g: _all(g)[:4].sum(0),
     "gather and the first rows": lambda g: _all(g, tiled=True)[: len(g)],
-    "sum of the first": lambda g: _psum(_first(g)),
-    "sum of half, masked": lambda g: _psum(g * (lax.axis_index("data") < 4)),
-    "sum of half, selected": lambda g: _psum(jnp.where(lax.axis_index("data") < 4, g, 0)),
-    "sum of weighted ones": lambda g: _psum(g * (jnp.arange(8.0) / 28)[lax.axis_index("data")]),
+    "sum of the first": lambda g: psum(_first(g)),
+    "sum of half, masked": lambda g: psum(g * (lax.axis_index("data") < 4)),
+    "sum of half, selected": lambda g: psum(jnp.where(lax.axis_index("data") < 4, g, 0)),
+    "sum of weighted ones": lambda g: psum(g * (jnp.arange(8.0) / 28)[lax.axis_index("data")]),
     "half of the devices": lambda g: lax.psum(g, "data", axis_index_groups=_HALVES),
     "short ring": lambda g: _ring(g, 3),
-    "ring without a sum": lambda g: lax.fori_loop(0, DEVICES - 1, lambda _, x: _sent(x), g),
-    "own and sum": lambda g: g + _psum(g),
-    "summed twice": lambda g: _psum(_psum(g)),
-    "sum of what is clipped of an unknown one": lambda g: _psum(
+    "ring without a sum": lambda g: lax.fori_loop(0, DEVICES - 1, lambda _, x: sent(x), g),
+    "own and sum": lambda g: g + psum(g),
+    "summed twice": lambda g: psum(psum(g)),
+    "sum of what is clipped of an unknown one": lambda g: psum(
         jnp.clip(_unknown_one(g), -1e-3, 1e-3)
     ),
     "gathered in reversed order": lambda g: _all(
-        _scattered(g), axis_index_groups=[[*reversed(range(DEVICES))]], tiled=True
+        scattered(g), axis_index_groups=[[*reversed(range(DEVICES))]], tiled=True
     ),
 }
 SCATTERS = {
-    "own part": _own_part,
-    "pmax and slice": lambda g: _own_part(lax.pmax(g, "data")),
-    "exchange and index": lambda g: _exchanged(g)[0],
-    "exchange and max": lambda g: _exchanged(g).max(0),
-    "gather and index": lambda g: _own_part(_all(g)[0]),
-    "sum of the first": lambda g: _scattered(_first(g)),
-    "the neighbour's part": lambda g: _sent(_scattered(g)),
+    "own part": own_part,
+    "pmax and slice": lambda g: own_part(lax.pmax(g, "data")),
+    "exchange and index": lambda g: exchanged(g)[0],
+    "exchange and max": lambda g: exchanged(g).max(0),
+    "gather and index": lambda g: own_part(_all(g)[0]),
+    "sum of the first": lambda g: scattered(_first(g)),
+    "the neighbour's part": lambda g: sent(scattered(g)),
 }
 
 
@@ -111,17 +88,13 @@ def _loss(model, x):
     return jnp.sum((jnp.tanh(x @ model["up"]) @ model["down"]) ** 2) / 64
 
 
-def _updated(model, gradients):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradients)
-
-
 def one_device(model, x):
-    return _updated(model, jax.grad(_loss)(model, x))
+    return updated(model, jax.grad(_loss)(model, x))
 
 
 def look(step, spec):
     random = np.random.default_rng(0)
-    model = {k: random.normal(size=shape).astype("float32") / 4 for k, shape in SHAPES.items()}
+    model = {k: random.normal(size=SHAPES[k]).astype("float32") / 4 for k in ("up", "down")}
     x = random.normal(size=(64, 16)).astype("float32")
     mapped = jax.shard_map(
         step, mesh=MESH, in_specs=(spec, P("data")), out_specs=spec, check_vma=False
@@ -132,7 +105,7 @@ def look(step, spec):
 def replicated(way):
     def step(model, x):
         gradients = jax.grad(_loss)(model, x)
-        return _updated(model, {"up": _psum(gradients["up"]), "down": way(gradients["down"])})
+        return updated(model, {"up": psum(gradients["up"]), "down": way(gradients["down"])})
 
     return look(step, P())
 
@@ -145,7 +118,7 @@ def sharded(way, gathered=lambda w: _all(w, tiled=True)):
             return _loss({**whole, "up": gathered(up)}, x)
 
         g = jax.grad(lambda down: _loss({"up": gathered(model["up"]), "down": down}, x))
-        return _updated(model, {"up": jax.grad(loss)(model["up"]), "down": way(g(whole["down"]))})
+        return updated(model, {"up": jax.grad(loss)(model["up"]), "down": way(g(whole["down"]))})
 
     return look(step, P("data"))
 
@@ -156,8 +129,8 @@ def wrong(error, *names):
 
 
 def test_right_ones():
-    assert not replicated(_psum).differs
-    assert not sharded(_scattered).differs
+    assert not replicated(psum).differs
+    assert not sharded(scattered).differs
 
 
 @pytest.mark.parametrize("way", SUMS)
@@ -178,5 +151,5 @@ def test_scatters(way):
 
 def test_a_gradient_rule_that_loses_rows():
     with pytest.raises(VerifyError) as error:
-        sharded(_scattered, _losing)
+        sharded(scattered, _losing)
     assert wrong(error, "up")
