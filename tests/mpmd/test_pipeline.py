@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from models import Block
 
 import mylib
 from mylib import mpmd
-from mylib._core.compat import names
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, VOCAB, LENGTH, ROWS, MICROBATCHES = 16, 32, 4, 16, 4
@@ -211,15 +211,8 @@ def test_schedules(schedule, checkpoint):
 
 class TestSteadyState:
     def test_nothing_is_compiled_or_allocated(self):
-        found = []
-
-        def listen(event, seconds, **more):
-            if event == names.EVENT_COMPILED:
-                found.append(event)
-
         pipe, given, _ = small(2, mpmd.zero_bubble(2, MICROBATCHES))
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compilations() as found:
             x, y = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given[1:])
             programs = pipe.compile(x, y)
             assert set(programs) == {("F", 0), ("F", 1), ("B", 1), ("W", 0), ("W", 1)}
@@ -229,8 +222,6 @@ class TestSteadyState:
             gc.collect()  # arrays of other tests, that would be freed in between
             alive = [self.alive(pipe(*given)) for _ in range(20)]
             assert len(found) == 7
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
         for each_step in zip(*alive, strict=True):
             assert max(each_step) == each_step[0]
 

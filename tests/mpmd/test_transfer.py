@@ -10,28 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreeing import all_equal
+from compilations import compilations
 from jax.sharding import NamedSharding, PartitionSpec as P
 from transfers import Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
-from mylib._core.compat import coordination_client, label_of, names
+from mylib._core.compat import coordination_client, label_of
 from mylib._moving.processes import comparison
 from mylib.testing import assert_placed
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
-
-
-def _compilations() -> list[str]:
-    """Grows by an item with each compilation of this process."""
-    found: list[str] = []
-
-    def listen(event: str, _: float, **__: object) -> None:
-        if event == names.EVENT_COMPILED:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return found
 
 
 class TestTransfers(Transfers):
@@ -254,10 +243,10 @@ class TestJit:
         first, _ = two_meshes()
         f = mpmd.jit(lambda x: jnp.cos(x) + 41, mesh=first, out_shardings=P("data"))
         x = mylib.filter_device_put(X, P(), mesh=first)
-        count = _compilations()
-        f(x)
-        f(x)
-        assert not count or jax.process_index() == 0
+        with compilations() as found:
+            f(x)
+            f(x)
+        assert not found or jax.process_index() == 0
 
     def test_numbers_of_other_types_give_other_results_elsewhere_too(self):
         first, _ = two_meshes()

@@ -2,14 +2,13 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AxisType,
@@ -46,28 +45,6 @@ def at_offset(offset: int, count: int) -> np.ndarray:
     memory = np.zeros(count * 4 + 128, np.uint8)
     start = -memory.ctypes.data % 64 + offset
     return memory[start : start + count * 4].view(np.float32)
-
-
-@contextmanager
-def counting_compilations() -> Iterator[list[str]]:
-    """The programs that XLA compiles in the meantime."""
-    compiled: list[str] = []
-
-    def note(event: str, duration: float, **details: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-
-
-def test_the_counter_of_compilations_counts():
-    with counting_compilations() as compiled:
-        jax.jit(lambda x: x * 3 + 7)(jnp.ones(5))
-    assert compiled
 
 
 # --- keep ---------------------------------------------------------------------------------------
@@ -212,7 +189,7 @@ def test_replicas_do_not_change_each_other_when_donated():
 def test_one_device_to_a_mesh_compiles_nothing():
     leaves = [jnp.ones((8 * n, 3)) for n in range(1, 30)]
     jax.block_until_ready(leaves)
-    with counting_compilations() as compiled:
+    with compilations() as compiled:
         placed = mylib.filter_shard(leaves, TARGETS["sharded"])
     assert not compiled
     assert all(y.sharding == TARGETS["sharded"] for y in placed)
@@ -222,7 +199,7 @@ def test_resharding_many_small_leaves_compiles_nothing():
     mesh = mesh_2d()
     leaves = [np.ones((8, 8 * n), np.float32) for n in range(1, 30)]
     placed = mylib.filter_shard(leaves, NamedSharding(mesh, P("a", "b")))
-    with counting_compilations() as compiled:
+    with compilations() as compiled:
         swapped = mylib.filter_shard(placed, NamedSharding(mesh, P("b", "a")))
     assert not compiled
     for x, y in zip(leaves, swapped, strict=True):
@@ -241,7 +218,7 @@ def test_guarded_transfers(put):
 
 def test_keys_are_placed_without_a_program():
     keys = jax.random.split(jax.random.key(3), 16)
-    with counting_compilations() as compiled:
+    with compilations() as compiled:
         placed = mylib.filter_shard(keys, TARGETS["sharded"])
     assert not compiled
     assert placed.sharding.is_equivalent_to(TARGETS["sharded"], 1)
@@ -574,24 +551,6 @@ def test_a_model_with_statics_and_shared_leaves():
         assert jax.vmap(placed)(jnp.ones((4, 8))).shape == (4, 8)
 
 
-# --- arrays that can't be read ------------------------------------------------------------------
-
-
-def test_deleted_arrays_are_named_before_anything_moves():
-    alive, gone = jnp.arange(8.0), jnp.arange(8.0)
-    gone.delete()
-    with pytest.raises(mylib.PlacementError) as caught:
-        mylib.filter_device_put({"alive": alive, "gone": gone}, TARGETS["sharded"], donate=True)
-    (fault,) = caught.value.faults
-    assert fault.path == "['gone']" and fault.reason == "the array has been deleted"
-    assert not alive.is_deleted()
-
-
-def test_masked_arrays_are_static():
-    masked = np.ma.masked_array([1.0, 2.0], [False, True])
-    assert mylib.filter_shard(masked, TARGETS["sharded"]) is masked
-
-
 # --- what the transports of accelerators do, on CPU ---------------------------------------------
 
 
@@ -632,7 +591,7 @@ def test_weak_arrays_compile_nothing():
     source = [jnp.broadcast_to(jnp.asarray(1.0), (8 * n, 3)) for n in range(1, 20)]
     jax.block_until_ready(source)
     assert all(x.weak_type for x in source)
-    with counting_compilations() as compiled:
+    with compilations() as compiled:
         placed = mylib.filter_shard(source, TARGETS["sharded"])
     assert [y.weak_type for y in placed] == [x.weak_type for x in source]
     assert not compiled
