@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from compilations import compilations
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
@@ -55,16 +54,17 @@ def whole(stages, loss, x, y):
     return run(stages)
 
 
-def check(result, reference, stages):
+def check(result, reference, stages, rtol=1e-6):
+    """In every process: the values, which are fetched, and where each of them is."""
     (value, grads), (expected, expected_grads) = result, reference
-    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert float(mpmd.fetch(value)) == pytest.approx(float(expected), rel=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     params = eqx.filter(stages, eqx.is_inexact_array)
-    for grad, wanted, param in zip(
-        *map(jax.tree.leaves, (grads, expected_grads, params)), strict=True
-    ):
-        assert np.linalg.norm(grad - wanted) <= 1e-6 * np.linalg.norm(wanted) + 1e-9
+    trees = grads, mpmd.fetch(grads), expected_grads, params
+    for grad, fetched, wanted, param in zip(*map(jax.tree.leaves, trees), strict=True):
+        assert np.linalg.norm(fetched - wanted) <= rtol * (np.linalg.norm(wanted) + 1e-3)
         assert grad.sharding == param.sharding and grad.dtype == param.dtype
+        assert mpmd.is_remote(grad) == mpmd.is_remote(param)
 
 
 class Dense(eqx.Module):
@@ -236,30 +236,6 @@ class TestSteadyState:
         x, y = numbers(2 * ROWS)
         reference = whole(dense(2), square, x, y)
         check(pipe(stages, on(meshes[0], x), on(meshes[1], y)), reference, stages)
-
-
-@pytest.mark.slow
-def test_training_with_an_optimiser_for_each_stage():
-    optimiser = optax.adam(1e-2)
-
-    @mylib.filter_jit
-    def update(stage, state, grads):
-        updates, state = optimiser.update(grads, state)
-        return eqx.apply_updates(stage, updates), state
-
-    pipe, (stages, x, y), _ = small(2, mpmd.one_f_one_b(2, MICROBATCHES))
-    states = [optimiser.init(eqx.filter(stage, eqx.is_inexact_array)) for stage in stages]
-    alone = dense(2)
-    state = optimiser.init(eqx.filter(alone, eqx.is_inexact_array))
-    for _ in range(3):
-        value, grads = pipe(stages, x, y)
-        new = [update(*each) for each in zip(stages, states, grads, strict=True)]
-        stages, states = map(list, zip(*new, strict=True))
-        expected, all_grads = whole(alone, square, *numbers())
-        alone, state = update(alone, state, all_grads)
-        assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    for ours, theirs in zip(*map(jax.tree.leaves, (stages, alone)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_tied_parameters():
