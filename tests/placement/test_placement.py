@@ -273,17 +273,6 @@ class TestAbstractLeaves:
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
         assert mylib.filter_shard(keys, P("data"), mesh=MESH).sharding == ROWS
 
-    def test_inside_jit_as_outside(self):
-        paper = jax.ShapeDtypeStruct((8,), jnp.float32)
-        seen = []
-
-        def f(x):
-            seen.append(mylib.filter_shard(paper, P("data"), mesh=MESH))
-            return x
-
-        jax.jit(f)(X)
-        assert seen == [mylib.filter_shard(paper, P("data"), mesh=MESH)]
-
     def test_a_model_on_paper_compiles_to_where_it_was_placed(self):
         model = eqx.filter_eval_shape(mlp)
         placed = mylib.filter_shard(model, lambda leaf: P(*["data"][: leaf.ndim]), mesh=MESH)
