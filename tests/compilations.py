@@ -13,7 +13,7 @@ def compilations() -> Iterator[list[str]]:
     """What is compiled meanwhile, by this process: an item for each program."""
     found: list[str] = []
 
-    def note(event: str, _: float, **__: object) -> None:
+    def note(event: str, duration_secs: float, **kwargs: object) -> None:
         if event == names.EVENT_COMPILED:
             found.append(event)
 
