@@ -269,14 +269,3 @@ def test_blocks_of_a_page_share_a_namespace_and_keep_their_lines(tmp_path):
     done = run_python(_pages.__file__, "run", page)
     assert done.returncode == 1
     assert "KeyError: 1" in done.stderr and "line 8" in done.stderr
-
-
-def test_what_a_block_prints_is_compared_with_the_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "```python\nprint(1)\n```\n<!-- output: of the block above -->\n```text\n1\n```\n"
-        "```python\nprint(3)\n```\n<!-- output: of the block above -->\n```text\n2\n```\n"
-    )
-    done = run_python(_pages.__file__, "run", page)
-    assert done.returncode == 1
-    assert "line 13: what is printed is\n3" in done.stderr

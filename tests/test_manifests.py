@@ -1,5 +1,5 @@
 """The files for clusters in `examples/clusters`: what JAX finds its processes by. No cluster is
-needed; `tests/clusters/test_manifests.py` holds them against Kubernetes' schema.
+needed; `tests/clusters/test_kubernetes.py` holds them against Kubernetes' schema.
 """
 
 import math

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import slurm as slurm_here
 from needs import skip_unless_required
+from scripts import printed_by
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -74,10 +75,7 @@ def example() -> Path:
 @pytest.fixture(scope="session")
 def losses(example: Path) -> str:
     """What the example prints of its losses, in one process."""
-    done = subprocess.run(
-        [sys.executable, example], capture_output=True, text=True, timeout=250, check=True
-    )
-    alone, losses = done.stdout.splitlines()
+    alone, losses = printed_by(example).splitlines()
     assert alone == "8 devices in 1 process(es)"
     return losses
 

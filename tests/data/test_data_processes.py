@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import TWO_AND_FOUR, TWO_OF_THEM, all_equal, fails
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
@@ -19,19 +19,10 @@ from mylib._core.compat import coordination_client
 from mylib.data import prefetch, reader_shard, to_global
 from mylib.testing import assert_placed, barrier, gather
 
-
-def _in(processes: int, devices: int):
-    mark = pytest.mark.multihost(processes=processes, devices_per_process=devices)
-    return pytest.param(processes, id=f"{processes}x{devices}", marks=mark)
-
-
-TWO, FOUR = _in(2, 4), _in(4, 2)
 ROWS = 16
-# For what four processes do as two.
-TWO_OF_THEM = pytest.mark.everyday("2x4", rest="thorough")
 
 
-@pytest.fixture(params=[TWO, FOUR], autouse=True)
+@pytest.fixture(params=TWO_AND_FOUR, autouse=True)
 def processes(request) -> int:
     return request.param
 
@@ -108,14 +99,6 @@ def _assert_is(y: jax.Array, value) -> None:
     assert len(y.addressable_shards) == jax.local_device_count()
     for shard in y.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
-
-
-def _fails(kind: type[Exception], fun, *args, **kwargs) -> str:
-    """The words of an error that is the same in all processes."""
-    with pytest.raises(kind) as caught:
-        fun(*args, **kwargs)
-    all_equal(str(caught.value))
-    return str(caught.value)
 
 
 def _threads() -> list:
@@ -199,7 +182,7 @@ def test_what_is_here_and_what_is_global_already():
     assert out["device"].devices() == {jax.local_devices()[0]}
     there = mylib.filter_shard(np.arange(8.0), P("data"), mesh=mesh)
     assert to_global({"x": there}, P("data"), mesh=mesh)["x"] is there
-    text = _fails(mylib.PlacementError, to_global, {"x": there}, P("model"), mesh=mesh)
+    text = fails(mylib.PlacementError, to_global, {"x": there}, P("model"), mesh=mesh)
     assert "['x'] (8,)" in text
     assert "already an array on processes 0, 1" in text and "not a share of one process" in text
 
@@ -243,7 +226,7 @@ def test_arrays_of_devices_and_numbers(processes):
     assert out["step"] == 3 and out["lr"].shape == ()
     assert_placed(out["lr"], P(), mesh=mesh)
     batch["lr"] = np.float32(mine)
-    text = _fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh, check=True)
+    text = fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh, check=True)
     assert "['lr']" in text and "it differs between them" in text
 
 
@@ -259,14 +242,14 @@ def test_replicas_that_differ(processes):
     sharding = NamedSharding(mesh, P("data"))
     y = jax.make_array_from_process_local_data(sharding, mine, (4 * count, 2))
     assert len(set(gather(float(jnp.sum(y.addressable_data(0)))))) > 1
-    text = _fails(mylib.PlacementError, to_global, mine, P("data"), mesh=mesh)
+    text = fails(mylib.PlacementError, to_global, mine, P("data"), mesh=mesh)
     assert "the array" in text and "it differs between them" in text and "checksum" in text
     assert "reader_shard" in text
     # Later batches of the kind only if asked.
     same = np.ones((4, 2), np.float32)
     to_global(same, P("data"), mesh=mesh)
     to_global(mine, P("data"), mesh=mesh)
-    _fails(mylib.PlacementError, to_global, mine, P("data"), mesh=mesh, check=True)
+    fails(mylib.PlacementError, to_global, mine, P("data"), mesh=mesh, check=True)
 
 
 @TWO_OF_THEM
@@ -274,14 +257,14 @@ def test_differing_shapes_and_missing_leaves():
     mesh = _mesh("data across")
     first = jax.process_index() == 0
     batch = {"x": np.ones((4 if first else 8, 2)), "y": np.ones(4)}
-    text = _fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
+    text = fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
     assert "['x']" in text and "float32[4, 2]" in text and "float32[8, 2]" in text
     batch = {"x": np.ones((4, 2)), **({} if first else {"extra": np.ones(4)})}
-    text = _fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
+    text = fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
     assert "['extra']" in text and "process 0: nothing of that name" in text
     batch = {"x": np.ones(4, np.float32 if first else np.int32)}
-    assert "int32[4]" in _fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
-    text = _fails(
+    assert "int32[4]" in fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh)
+    text = fails(
         mylib.PlacementError,
         to_global,
         np.ones(4),
@@ -296,7 +279,7 @@ def test_differing_shapes_and_missing_leaves():
 def test_faults_that_one_process_finds():
     mesh = _mesh("data across")
     first = jax.process_index() == 0
-    text = _fails(
+    text = fails(
         mylib.PlacementError,
         to_global,
         {"x": np.ones((3 if first else 4, 2)), "s": np.float32(1)},
@@ -325,7 +308,7 @@ def test_tails(processes):
     assert_placed(mask, P("data"), mesh=mesh)
     out = to_global(batch, placement, mesh=mesh, tail="drop")
     assert out["x"].shape == (5 // blocks * blocks * processes,)
-    text = _fails(mylib.PlacementError, to_global, np.ones(0), P("data"), mesh=mesh, tail="drop")
+    text = fails(mylib.PlacementError, to_global, np.ones(0), P("data"), mesh=mesh, tail="drop")
     assert "all rows are dropped" in text
 
 
@@ -333,7 +316,7 @@ def test_sharers_with_other_rows():
     """Two processes that hold the same rows can't fill up differently."""
     mesh = _mesh("model across")
     rows = 4 + (jax.process_index() == 0)
-    text = _fails(mylib.PlacementError, to_global, np.ones(rows), P("data"), mesh=mesh, tail="pad")
+    text = fails(mylib.PlacementError, to_global, np.ones(rows), P("data"), mesh=mesh, tail="pad")
     assert "the number of rows" in text and "5" in text
 
 
@@ -353,7 +336,7 @@ def test_rules():
         return P("data") if leaf.ndim and leaf.shape[0] < ROWS else P()
 
     # Of a share it says to give all, and all it would split.
-    text = _fails(mylib.PlacementError, to_global, batch, by_share, mesh=mesh)
+    text = fails(mylib.PlacementError, to_global, batch, by_share, mesh=mesh)
     assert "for one process's share it returns" in text and "mylib.resolve" in text
     targets = mylib.resolve(whole, by_size, mesh=mesh)
     _assert_is(to_global(batch, targets, mesh=mesh)["x"], whole["x"].astype(np.float32))
@@ -394,7 +377,7 @@ def test_a_source_that_ends_earlier(first_ends, processes):
     batches = prefetch(_source(3 if short else 5), P("data"), mesh=mesh)
     for _ in range(3):
         next(batches)
-    text = _fails(RuntimeError, next, batches)
+    text = fails(RuntimeError, next, batches)
     ended = "process 0" if first_ends else "process" + "es" * (processes > 2) + " 1"
     assert f"the source of {ended}" in text and "has ended" in text and "tail='drop'" in text
     assert list(batches) == [] and not _threads()
@@ -405,7 +388,7 @@ def test_a_source_that_ends_earlier(first_ends, processes):
         4 * (processes - shorts)
     ] * 2
     empty = prefetch([] if short else [np.ones(4)], P("data"), mesh=mesh, tail="pad")
-    text = _fails(RuntimeError, next, empty)
+    text = fails(RuntimeError, next, empty)
     assert "has ended" in text and "each process must have had one batch" in text
     assert list(prefetch([], P("data"), mesh=mesh)) == []
 
@@ -420,7 +403,7 @@ def test_a_ragged_last_batch_is_filled_up(processes):
     assert {b["x"].shape for b, _ in batches} == {(8 * processes, 2)}
     last = sum(3 + i for i in range(processes))
     assert [float(step(*b)) for b in batches] == [16 * processes, 16 * processes, 2 * last]
-    text = _fails(mylib.PlacementError, list, prefetch(source, P("data"), mesh=mesh))
+    text = fails(mylib.PlacementError, list, prefetch(source, P("data"), mesh=mesh))
     assert "['x']" in text
 
 
@@ -471,23 +454,6 @@ def test_a_source_that_can_not_begin():
     # Not the five minutes for which an absent process is waited.
     assert time.monotonic() - begun < 200
     assert [count(source), count(source)] == [3, 3]
-
-
-@TWO_OF_THEM
-def test_a_loop_that_is_left_together():
-    mesh = _mesh("data across")
-    for _ in range(5):
-        seen = 0
-        for batch in prefetch(_source(100), P("data"), mesh=mesh):
-            seen += 1
-            if batch["i"] == 3:
-                break
-        assert seen == 4
-        # Without an exchange of ours in between, nobody waits for the others.
-    deadline = time.monotonic() + 60
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads()
 
 
 @TWO_OF_THEM
@@ -578,7 +544,7 @@ def test_an_error_where_another_loop_was_given_up(monkeypatch):
         def __str__(self):
             raise ValueError("no words")
 
-    def fails():
+    def source():
         raise Mute
         yield
 
@@ -589,7 +555,7 @@ def test_an_error_where_another_loop_was_given_up(monkeypatch):
         monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
     barrier()
     first = jax.process_index() == 0
-    batches = prefetch(fails() if first else _source(3), P("data"), mesh=mesh)
+    batches = prefetch(source() if first else _source(3), P("data"), mesh=mesh)
     begun = time.monotonic()
     with pytest.raises(Mute if first else RuntimeError) as caught:
         next(batches)
@@ -612,7 +578,7 @@ def test_loops_that_are_not_the_same(monkeypatch):
         train.close()
     barrier()
     monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
-    text = _fails(mylib.PlacementError, next, test if jax.process_index() == 1 else train)
+    text = fails(mylib.PlacementError, next, test if jax.process_index() == 1 else train)
     assert "the loop" in text and text.count("test_data_processes.py:") == 2
     assert "in the same order" in text
     for batches in train, test:
@@ -634,7 +600,7 @@ def test_what_has_no_rows_in_batches_that_are_filled_up():
     # Who has ended can't know.
     changing = loop(np.float32)
     assert [float(next(changing)[0]["scale"]) for _ in range(2)] == [0, 1]
-    text = _fails(mylib.PlacementError, next, changing)
+    text = fails(mylib.PlacementError, next, changing)
     assert "\n  ['scale']" in text and "it differs between them" in text
 
     def reused():
@@ -677,9 +643,10 @@ def test_nothing_is_left_behind():
     mesh = _mesh("data across")
     for _ in range(3):
         list(prefetch(_source(3), P("data"), mesh=mesh))
-        for _ in prefetch(_source(9), P("data"), mesh=mesh):
-            break
-        del _
+        for batch in prefetch(_source(100), P("data"), mesh=mesh):
+            if batch["i"] == 3:
+                break
+        del batch
     deadline = time.monotonic() + 60
     while _threads() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,12 +1,7 @@
 """Every wait for a process that is lost ends, and names it."""
 
-import signal
-import socket
-import subprocess
-import sys
-import time
-
 import pytest
+from scripts import left_alone
 
 HEARTBEAT = 6
 
@@ -61,38 +56,9 @@ WAITS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WAITS)
 def test_the_other_one_is_lost(what, checkout_env):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"{COMMON}    {WAITS[what]}{END}", port, str(i)],
-            env={**checkout_env, **flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    one, other = started
-    try:
-        assert other.stdout is not None and one.stdout is not None
-        # Backends print lines of their own.
-        assert any("waiting" in line for line in other.stdout)
-        other.send_signal(signal.SIGKILL)
-        start = time.monotonic()
-        text = one.stdout.read()
-        took = time.monotonic() - start
-        assert one.wait(60) == 7, text
-        # A transfer may learn it sooner, from its connection.
-        assert "process 1 was lost, and" in text or "process 1 broke off" in text
-        print(f"after {took:.1f} s, with a heartbeat of {HEARTBEAT} s")
-        # On a busy machine heartbeats and their judge are late; the wait itself is for 300 s.
-        assert took < HEARTBEAT + 30
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+    text, took = left_alone(f"{COMMON}    {WAITS[what]}{END}", checkout_env)
+    # A transfer may learn it sooner, from its connection.
+    assert "process 1 was lost, and" in text or "process 1 broke off" in text
+    print(f"after {took:.1f} s, with a heartbeat of {HEARTBEAT} s")
+    # On a busy machine heartbeats and their judge are late; the wait itself is for 300 s.
+    assert took < HEARTBEAT + 30

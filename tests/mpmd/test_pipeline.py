@@ -7,14 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from compilations import compilations
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from models import Block
 
 import mylib
 from mylib import mpmd
-from mylib._core.compat import names
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, VOCAB, LENGTH, ROWS, MICROBATCHES = 16, 32, 4, 16, 4
@@ -55,16 +54,17 @@ def whole(stages, loss, x, y):
     return run(stages)
 
 
-def check(result, reference, stages):
+def check(result, reference, stages, rtol=1e-6):
+    """In every process: the values, which are fetched, and where each of them is."""
     (value, grads), (expected, expected_grads) = result, reference
-    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    assert float(mpmd.fetch(value)) == pytest.approx(float(expected), rel=1e-6)
     assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
     params = eqx.filter(stages, eqx.is_inexact_array)
-    for grad, wanted, param in zip(
-        *map(jax.tree.leaves, (grads, expected_grads, params)), strict=True
-    ):
-        assert np.linalg.norm(grad - wanted) <= 1e-6 * np.linalg.norm(wanted) + 1e-9
+    trees = grads, mpmd.fetch(grads), expected_grads, params
+    for grad, fetched, wanted, param in zip(*map(jax.tree.leaves, trees), strict=True):
+        assert np.linalg.norm(fetched - wanted) <= rtol * (np.linalg.norm(wanted) + 1e-3)
         assert grad.sharding == param.sharding and grad.dtype == param.dtype
+        assert mpmd.is_remote(grad) == mpmd.is_remote(param)
 
 
 class Dense(eqx.Module):
@@ -211,15 +211,8 @@ def test_schedules(schedule, checkpoint):
 
 class TestSteadyState:
     def test_nothing_is_compiled_or_allocated(self):
-        found = []
-
-        def listen(event, seconds, **more):
-            if event == names.EVENT_COMPILED:
-                found.append(event)
-
         pipe, given, _ = small(2, mpmd.zero_bubble(2, MICROBATCHES))
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compilations() as found:
             x, y = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given[1:])
             programs = pipe.compile(x, y)
             assert set(programs) == {("F", 0), ("F", 1), ("B", 1), ("W", 0), ("W", 1)}
@@ -229,8 +222,6 @@ class TestSteadyState:
             gc.collect()  # arrays of other tests, that would be freed in between
             alive = [self.alive(pipe(*given)) for _ in range(20)]
             assert len(found) == 7
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
         for each_step in zip(*alive, strict=True):
             assert max(each_step) == each_step[0]
 
@@ -245,30 +236,6 @@ class TestSteadyState:
         x, y = numbers(2 * ROWS)
         reference = whole(dense(2), square, x, y)
         check(pipe(stages, on(meshes[0], x), on(meshes[1], y)), reference, stages)
-
-
-@pytest.mark.slow
-def test_training_with_an_optimiser_for_each_stage():
-    optimiser = optax.adam(1e-2)
-
-    @mylib.filter_jit
-    def update(stage, state, grads):
-        updates, state = optimiser.update(grads, state)
-        return eqx.apply_updates(stage, updates), state
-
-    pipe, (stages, x, y), _ = small(2, mpmd.one_f_one_b(2, MICROBATCHES))
-    states = [optimiser.init(eqx.filter(stage, eqx.is_inexact_array)) for stage in stages]
-    alone = dense(2)
-    state = optimiser.init(eqx.filter(alone, eqx.is_inexact_array))
-    for _ in range(3):
-        value, grads = pipe(stages, x, y)
-        new = [update(*each) for each in zip(stages, states, grads, strict=True)]
-        stages, states = map(list, zip(*new, strict=True))
-        expected, all_grads = whole(alone, square, *numbers())
-        alone, state = update(alone, state, all_grads)
-        assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    for ours, theirs in zip(*map(jax.tree.leaves, (stages, alone)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_tied_parameters():

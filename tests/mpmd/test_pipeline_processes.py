@@ -1,6 +1,8 @@
 """The pipelines of `test_pipeline.py`, whose meshes belong to several processes."""
 
+import gc
 import resource
+import time
 from pathlib import Path
 
 import equinox as eqx
@@ -10,12 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from mpmd.test_pipeline import (
     MICROBATCHES,
+    check,
     cross_entropy,
     dense,
     meshes_of,
     numbers,
     on,
     placed,
+    small,
     square,
     tokens,
     transformer,
@@ -27,30 +31,6 @@ from mylib import mpmd
 
 TWO = pytest.mark.multihost(processes=2, devices_per_process=4)
 FOUR = pytest.mark.multihost(processes=4, devices_per_process=2)
-
-
-def check(result, reference, stages):
-    """What this process has of the gradients, and the loss, that is fetched."""
-    (value, grads), (expected, expected_grads) = result, reference
-    np.testing.assert_allclose(mpmd.fetch(value), expected, rtol=1e-6)
-    params = eqx.filter(stages, eqx.is_inexact_array)
-    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
-    leaves = map(jax.tree.leaves, (grads, expected_grads, params))
-    for grad, wanted, param in zip(*leaves, strict=True):
-        assert grad.sharding == param.sharding
-        assert mpmd.is_remote(grad) == mpmd.is_remote(param)
-        wanted = np.asarray(wanted)
-        for shard in grad.addressable_shards:
-            norm = np.linalg.norm(wanted) + 1e-9
-            assert np.linalg.norm(shard.data - wanted[shard.index]) <= 1e-6 * norm
-
-
-def run_dense(stages, schedule, **options):
-    meshes, given, (x, y) = meshes_of(schedule.meshes), dense(stages), numbers()
-    here = placed(given, meshes)
-    pipe = mpmd.pipeline(here, square, schedule=schedule, **options)
-    last = meshes[schedule.mesh_of(stages - 1)]
-    return pipe, (here, on(meshes[0], x), on(last, y)), whole(given, square, x, y)
 
 
 @TWO
@@ -66,7 +46,7 @@ def run_dense(stages, schedule, **options):
 )
 @pytest.mark.everyday("1F1B")
 def test_of_two_processes(schedule):
-    pipe, given, reference = run_dense(schedule.stages, schedule)
+    pipe, given, reference = small(schedule.stages, schedule)
     for _ in range(3):
         check(pipe(*given), reference, given[0])
 
@@ -75,7 +55,7 @@ def test_of_two_processes(schedule):
 def test_by_programs():
     """Their processes make all transfers in the same order."""
     assert mpmd.transport() == "program"
-    pipe, given, reference = run_dense(2, mpmd.zero_bubble(2, MICROBATCHES))
+    pipe, given, reference = small(2, mpmd.zero_bubble(2, MICROBATCHES))
     check(pipe(*given), reference, given[0])
 
 
@@ -95,7 +75,7 @@ def test_of_a_transformer():
 def test_of_four_processes(tied):
     pairs = [(lambda stages: stages[0].bias, lambda stages: stages[-1].bias)] if tied else ()
     schedule = mpmd.one_f_one_b(4, MICROBATCHES)
-    pipe, given, (value, grads) = run_dense(4, schedule, tied=pairs)
+    pipe, given, (value, grads) = small(4, schedule, tied=pairs)
     if tied:
         bias = grads[0].bias + grads[-1].bias
         for i in (0, -1):
@@ -107,7 +87,7 @@ def test_of_four_processes(tied):
 @FOUR
 def test_meshes_over_two_processes_each():
     schedule = mpmd.interleaved(2, MICROBATCHES, 2)
-    pipe, given, reference = run_dense(4, schedule)
+    pipe, given, reference = small(4, schedule)
     check(pipe(*given), reference, given[0])
 
 
@@ -116,7 +96,7 @@ def test_ties_between_stages_of_one_mesh():
     """The process that has them holds one array in two places, and the other one a handle."""
     pairs = [(lambda stages: stages[0].bias, lambda stages: stages[2].bias)]
     schedule = mpmd.interleaved(2, MICROBATCHES, 2)
-    pipe, given, (_, grads) = run_dense(4, schedule, tied=pairs)
+    pipe, given, (_, grads) = small(4, schedule, tied=pairs)
     bias = grads[0].bias + grads[2].bias
     for _ in range(2):
         _, found = pipe(*given)
@@ -127,31 +107,39 @@ def test_ties_between_stages_of_one_mesh():
         np.testing.assert_array_equal(mpmd.fetch(again), mpmd.fetch(given[0][2].bias))
 
 
-def _held() -> tuple[float, int, int]:
-    """MB of memory, threads and open files of this process."""
+def _held() -> tuple[float, int, int, int]:
+    """MB of memory, threads, open files and arrays of this process."""
+    arrays: list[int] = []
+    for _ in range(100):
+        gc.collect()
+        arrays.append(len(jax.live_arrays()))
+        # What was sent has arrived, too: a thread holds it until then.
+        if len(arrays) > 5 and len(set(arrays[-5:])) == 1:
+            break
+        time.sleep(0.2)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     threads, files = (len(list(Path("/proc/self", name).iterdir())) for name in ("task", "fd"))
-    return pages * resource.getpagesize() / 1e6, threads, files
+    return pages * resource.getpagesize() / 1e6, threads, files, arrays[-1]
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads what Linux tells")
 @pytest.mark.multihost(processes=2, devices_per_process=4, fresh=True)
 def test_many_steps_hold_no_more_than_some():
-    pipe, given, (expected, _) = run_dense(2, mpmd.one_f_one_b(2, MICROBATCHES))
+    pipe, given, (expected, _) = small(2, mpmd.one_f_one_b(2, MICROBATCHES))
     held = []
     for step in range(500):
         value, _ = pipe(*given)
         if step % 100 == 99:
             np.testing.assert_allclose(mpmd.fetch(value), expected, rtol=1e-6)
             held.append(_held())
-    (memory, threads, files), (more, more_threads, more_files) = held[1], held[-1]
-    assert more - memory < 15 and more_threads <= threads + 1 and more_files <= files, held
+    memory, threads, files, arrays = np.subtract(held[-1], held[1])
+    assert memory < 15 and threads <= 1 and files <= 0 and arrays <= 2, held
 
 
 @TWO
 def test_errors_are_the_same_everywhere():
-    pipe, (stages, x, y), _ = run_dense(2, mpmd.gpipe(2, MICROBATCHES))
+    pipe, (stages, x, y), _ = small(2, mpmd.gpipe(2, MICROBATCHES))
     with pytest.raises(mylib.PlacementError, match="it is on P"):
         pipe(stages, y, x)
     other = mylib.filter_device_put(stages, P(), mesh=meshes_of(2)[0])
@@ -168,7 +156,7 @@ def test_two_pipelines_of_different_processes():
     given, (x, y), schedule = dense(2), numbers(), mpmd.gpipe(2, MICROBATCHES)
     here = placed(given, meshes)
     one = mpmd.pipeline(here, square, schedule=schedule)
-    pipe, both, reference = run_dense(2, schedule)
+    pipe, both, reference = small(2, schedule)
     for _ in range(2):
         check(one(here, on(meshes[0], x), on(meshes[1], y)), reference, here)
         check(pipe(*both), reference, both[0])

@@ -121,13 +121,6 @@ def test_bubbles_of_all_times(x, forward, backward, weight):
         assert idle == close((p - 1) * (forward + backward - weight))
 
 
-def test_the_bubble_of_zero_bubble_is_a_third():
-    one, zero = mpmd.one_f_one_b(4, 8), mpmd.zero_bubble(4, 8)
-    length, shorter = (max(end for _, end, _ in x.timeline()[0]) for x in (one, zero))
-    assert (length - 8 * 3, shorter - 8 * 3) == (9, 3)
-    assert max(zero.live()) == max(one.live()) == 4
-
-
 def test_live_of_every_size():
     for x in every():
         assert x.live() == theory_of_live(x), x
@@ -148,14 +141,6 @@ def test_timelines_are_tight(x, forward, backward, weight, send):
             ]
             assert start == max(arrivals, default=0)
             assert end == start + durations[action.kind]
-
-
-def test_sending_takes_time():
-    for builder in (mpmd.gpipe, mpmd.one_f_one_b):
-        *_, (_, end, _) = builder(1, 8).timeline(send=5)[0]
-        assert end == 8 * 3
-    *_, (_, end, _) = mpmd.gpipe(4, 8).timeline(send=0.5)[0]
-    assert end == close((8 + 3) * 3 + 2 * 3 * 0.5)
 
 
 def test_known_rows():

@@ -9,29 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import all_equal, fails
+from compilations import compilations
 from jax.sharding import NamedSharding, PartitionSpec as P
 from transfers import Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
-from mylib._core.compat import coordination_client, label_of, names
+from mylib._core.compat import coordination_client, label_of
 from mylib._moving.processes import comparison
 from mylib.testing import assert_placed
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
-
-
-def _compilations() -> list[str]:
-    """Grows by an item with each compilation of this process."""
-    found: list[str] = []
-
-    def listen(event: str, _: float, **__: object) -> None:
-        if event == names.EVENT_COMPILED:
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return found
 
 
 class TestTransfers(Transfers):
@@ -254,10 +243,10 @@ class TestJit:
         first, _ = two_meshes()
         f = mpmd.jit(lambda x: jnp.cos(x) + 41, mesh=first, out_shardings=P("data"))
         x = mylib.filter_device_put(X, P(), mesh=first)
-        count = _compilations()
-        f(x)
-        f(x)
-        assert not count or jax.process_index() == 0
+        with compilations() as found:
+            f(x)
+            f(x)
+        assert not found or jax.process_index() == 0
 
     def test_numbers_of_other_types_give_other_results_elsewhere_too(self):
         first, _ = two_meshes()
@@ -271,12 +260,9 @@ class TestJit:
         first, second = two_meshes()
         f = mpmd.jit(lambda model, x: x, mesh=second)
         model = mylib.filter_device_put(eqx.nn.Linear(4, 4, key=jax.random.key(0)), P(), mesh=first)
-        with pytest.raises(mylib.PlacementError) as caught:
-            f(model, X)
-        text = str(caught.value)
+        text = fails(mylib.PlacementError, f, model, X)
         assert "model.weight (4, 4)" in text and "model.bias (4,)" in text
         assert "on devices" in text and "mpmd.transfer" in text and "process 1" in text
-        all_equal(text)
         f = mpmd.jit(lambda model: model, mesh=second, in_shardings=P())
         with pytest.raises(mylib.PlacementError, match="are not those of this function's mesh"):
             f(model)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import all_equal, fails
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from stopping import stopped_for
 
@@ -112,10 +112,8 @@ def test_arrays_of_all_processes_in_another_order():
     a, b = (mylib.filter_shard(X + i, P("data"), mesh=_everywhere()) for i in (0, 100))
     mpmd.fetch(a)
     pair = [a, b][:: 1 if jax.process_index() == 0 else -1]
-    with pytest.raises(mpmd.TransferError) as caught:
-        mpmd.fetch(pair[0])
-    all_equal(str(caught.value))
-    assert "placed on processes 0, 1 in test_transfer_faults.py" in str(caught.value)
+    text = fails(mpmd.TransferError, mpmd.fetch, pair[0])
+    assert "placed on processes 0, 1 in test_transfer_faults.py" in text
 
 
 def test_programs_in_another_order():
@@ -128,15 +126,10 @@ def test_programs_in_another_order():
         mpmd.transfer(x, P(), mesh=everywhere)
     while not comparison().failures and time.monotonic() < start + 60:
         time.sleep(0.1)
-    for call in (
-        lambda: mpmd.fetch(a),
-        lambda: mpmd.transfer(a, P(), mesh=everywhere),
-    ):
-        with pytest.raises(mpmd.TransferError) as caught:
-            call()
-        all_equal(str(caught.value))
+    fails(mpmd.TransferError, mpmd.fetch, a)
+    text = fails(mpmd.TransferError, mpmd.transfer, a, P(), mesh=everywhere)
     assert time.monotonic() - start < 60
-    assert "placed on processes 0, 1" in str(caught.value)
+    assert "placed on processes 0, 1" in text
 
 
 @pytest.mark.thorough

@@ -26,8 +26,6 @@ def loss(model, x):
 WRONG = {
     "to_global": (lambda: mylib.data.to_global(P("data"), X, mesh=MESH), SWAPPED),
     "prefetch": (lambda: next(iter(mylib.data.prefetch(P("data"), [X], mesh=MESH))), SWAPPED),
-    "explain": (lambda: mylib.explain(KEPT, MODEL, mesh=MESH), SWAPPED),
-    "resolve": (lambda: mylib.resolve(KEPT, MODEL, mesh=MESH), SWAPPED),
     "assert_placed": (lambda: testing.assert_placed(KEPT, MODEL, mesh=MESH), SWAPPED),
     "expect": (
         lambda: mylib.audit(mylib.filter_jit(loss), MODEL, X).expect(contracts.fsdp),

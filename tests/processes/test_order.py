@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 import jax
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import all_equal, fails
 from jax.sharding import Mesh, PartitionSpec as P
 from stopping import stopped_for
 
@@ -153,10 +153,7 @@ def test_other_programs_before_a_meeting(mesh):
     a, b = _place(mesh, 0), _place(mesh, 1)
     for x in (a, b) if jax.process_index() == 0 else (b, a):
         mylib.filter_shard(x, P(), mesh=mesh)
-    with pytest.raises(mylib.mpmd.TransferError) as caught:
-        _place(mesh, 2)
-    text = str(caught.value)
-    all_equal(text)
+    text = fails(mylib.mpmd.TransferError, _place, mesh, 2)
     assert "placed on processes 0, 1" in text and "#1[0]" in text and "#2[0]" in text
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import all_equal, fails
 from jax.sharding import Mesh, PartitionSpec as P
 
 import mylib
@@ -25,17 +25,11 @@ def _own(dtype=np.float32) -> np.ndarray:
     return np.full((8, 2), jax.process_index() + 1).astype(dtype)
 
 
-def _refused(fun, *args, **kwargs) -> str:
-    with pytest.raises(mylib.PlacementError) as caught:
-        fun(*args, **kwargs)
-    all_equal(str(caught.value))
-    return str(caught.value)
-
-
 def _mean(x):
     return jnp.sum(x) / 2
 
 
+_refused = partial(fails, mylib.PlacementError)
 VERBS = {
     "filter_shard": lambda x: mylib.filter_shard(x, P("data")),
     "filter_device_put": lambda x: mylib.filter_device_put(x, P("data")),

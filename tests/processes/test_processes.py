@@ -7,24 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreeing import all_equal
+from agreeing import TWO_AND_FOUR, TWO_OF_THEM, fails
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
-from mylib.testing import assert_placed, barrier, gather
+from mylib.testing import assert_placed, barrier
 
 
-def _in(processes: int, devices: int):
-    mark = pytest.mark.multihost(processes=processes, devices_per_process=devices)
-    return pytest.param(processes, id=f"{processes}x{devices}", marks=mark)
-
-
-TWO, FOUR = _in(2, 4), _in(4, 2)
-# For what four processes do as two.
-TWO_OF_THEM = pytest.mark.everyday("2x4", rest="thorough")
-
-
-@pytest.fixture(params=[TWO, FOUR], autouse=True)
+@pytest.fixture(params=TWO_AND_FOUR, autouse=True)
 def processes(request) -> int:
     return request.param
 
@@ -45,14 +35,6 @@ def _same(y: jax.Array, value) -> bool:
         np.array_equal(np.asarray(shard.data), value[shard.index], equal_nan=True)
         for shard in y.addressable_shards
     )
-
-
-def _fails(kind: type[Exception], fun, *args, **kwargs) -> str:
-    """The words of an error that is the same in all processes."""
-    with pytest.raises(kind) as caught:
-        fun(*args, **kwargs)
-    all_equal(str(caught.value))
-    return str(caught.value)
 
 
 def _differing(mesh: Mesh) -> jax.Array:
@@ -91,7 +73,7 @@ def test_a_process_without_a_shard(mesh):
     assert (len(y.addressable_shards) > 0) == (jax.process_index() == 1)
     assert _same(y, np.arange(4)) and y.dtype == jnp.float32
     # Process 1 has all of it, the others nothing. All are told.
-    text = _fails(mylib.PlacementError, mylib.filter_shard, {"w": y}, P(), mesh=mesh)
+    text = fails(mylib.PlacementError, mylib.filter_shard, {"w": y}, P(), mesh=mesh)
     assert "['w'] (4,)" in text and "its shards are on process 1, and" in text
     assert "mylib.mpmd.transfer" in text
 
@@ -190,7 +172,7 @@ def test_an_odd_process_is_named_by_all(mesh, processes, verb, odd, spec, told):
     last = jax.process_index() == processes - 1
     tree, spec = (odd, spec) if last else (usual, P())
     same = {"a": np.ones(4, np.float32), "nan": np.full(4, np.nan, np.float32)}
-    text = _fails(mylib.PlacementError, verb, {**same, **tree}, spec, mesh=mesh)
+    text = fails(mylib.PlacementError, verb, {**same, **tree}, spec, mesh=mesh)
     others = "process 0: " if processes == 2 else "processes 0, 1, 2: "
     assert "['w']" in text and told in text
     assert others in text and f"process {processes - 1}: " in text
@@ -229,7 +211,7 @@ def test_numbers_that_no_other_process_puts_may_differ_without_the_check(mesh, p
     assert float(jnp.sum(y)) == 16 / processes * sum(range(1, processes + 1))
     # With the rows over the axis that lies across processes, some have rows in common.
     across = Mesh(mesh.devices.reshape(2, 4).T, mesh.axis_names)
-    text = _fails(mylib.PlacementError, mylib.filter_shard, {"x": mine}, P("data"), mesh=across)
+    text = fails(mylib.PlacementError, mylib.filter_shard, {"x": mine}, P("data"), mesh=across)
     assert "['x']" in text and "checksum" in text
 
 
@@ -246,43 +228,21 @@ def test_without_the_check_nobody_asks_anybody(mesh, multihost_tmp_path):
         (multihost_tmp_path / "placed").touch()
 
 
-@pytest.mark.everyday("2x4")
-def test_a_process_that_does_not_come_is_named(mesh, processes, monkeypatch):
-    monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "3")
-    absent = processes - 1
-    # The others come at once.
-    barrier()
-    if jax.process_index() != absent:
-        with pytest.raises(TimeoutError, match=f"process {absent} did not come within 3 s"):
-            mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
-    barrier()
-    if jax.process_index() == absent:
-        # Late: those who come next are the ones to meet, and nobody does.
-        with pytest.raises(TimeoutError, match="process(es)? 0"):
-            mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
-    barrier()
-    # And then they go on together.
-    monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
-    for _ in range(2):
-        y = mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
-        assert _same(y["w"], np.zeros(8))
-
-
 @pytest.mark.parametrize("verb", [mylib.filter_shard, mylib.filter_device_put])
 def test_a_request_that_one_process_can_not_serve_is_told_to_all(mesh, processes, verb):
     """The last batch of one loader, say, which is shorter than the others'."""
     last = jax.process_index() == processes - 1
     tree = {"x": np.ones(7 if last else 8, np.float32), "y": np.ones(8, np.float32)}
-    text = _fails(mylib.PlacementError, verb, tree, P("data"), mesh=mesh)
+    text = fails(mylib.PlacementError, verb, tree, P("data"), mesh=mesh)
     assert "['x'] (7,)" in text and "does not divide" in text and "['y']" not in text
     spec = P("modle" if last else "model")
     with jax.set_mesh(mesh):
-        text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, spec)
+        text = fails(mylib.PlacementError, verb, {"y": tree["y"]}, spec)
     assert "did you mean 'model'" in text
     scalar = {"s": np.float32(1)}
-    text = _fails(mylib.PlacementError, verb, scalar, P("data") if last else P(), mesh=mesh)
+    text = fails(mylib.PlacementError, verb, scalar, P("data") if last else P(), mesh=mesh)
     assert "['s'] ()" in text
-    text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, P("modle"), mesh=mesh)
+    text = fails(mylib.PlacementError, verb, {"y": tree["y"]}, P("modle"), mesh=mesh)
     assert text.count("did you mean 'model'") == 1
     assert_placed(verb({"y": tree["y"]}, P(), mesh=mesh), P(), mesh=mesh)
 
@@ -321,7 +281,7 @@ def test_copies_are_compared(mesh, processes):
     }
     mylib.check_replicas(tree)
     tree["differs"] = _differing(mesh)
-    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
+    text = fails(mylib.errors.ReplicaError, mylib.check_replicas, tree)
     assert "['differs'] (4, 2)" in text and "['same']" not in text and "['own']" not in text
     for index in range(processes):
         ids = ", ".join(str(device.id) for device in _own_devices(index))
@@ -331,7 +291,7 @@ def test_copies_are_compared(mesh, processes):
 def test_one_process_has_other_copies(mesh, processes):
     mine = np.full((4, 2), jax.process_index() == processes - 1, np.float32)
     odd = jax.make_array_from_process_local_data(NamedSharding(mesh, P()), mine, (4, 2))
-    text = _fails(mylib.errors.ReplicaError, mylib.check_replicas, [odd])
+    text = fails(mylib.errors.ReplicaError, mylib.check_replicas, [odd])
     if processes == 4:
         assert "processes 0, 1, 2 on all their devices that hold it; process 3 on devices" in text
 
@@ -342,7 +302,7 @@ def test_copies_that_others_have_are_told_of(mesh, processes):
     mine = np.full(4, jax.process_index(), np.float32)
     differs = mylib.filter_shard(mine, P(), mesh=some, check=False)
     fine = mylib.filter_shard(np.ones(4, np.float32), P(), mesh=mesh)
-    text = _fails(
+    text = fails(
         mylib.errors.ReplicaError, mylib.check_replicas, {"fine": fine, "differs": differs}
     )
     assert "['differs'] (4,)" in text and "['fine']" not in text
@@ -357,13 +317,9 @@ def test_copies_that_a_process_has_none_of():
 def test_arrays_on_devices_are_compared(mesh, verb):
     tree = {"w": jnp.full(8, float(jax.process_index())), "v": jnp.zeros(8)}
     for check in None, True:
-        text = _fails(mylib.PlacementError, verb, tree, P(), mesh=mesh, check=check)
+        text = fails(mylib.PlacementError, verb, tree, P(), mesh=mesh, check=check)
         assert "['w']\n" in text and "['v']" not in text and "with the sum 8 and" in text
     placed = verb(tree, P(), mesh=mesh, check=False)
-    text = _fails(mylib.errors.ReplicaError, verb, placed, P(), mesh=mesh, check=True)
+    text = fails(mylib.errors.ReplicaError, verb, placed, P(), mesh=mesh, check=True)
     assert "['w'] (8,)" in text and "['v']" not in text
     verb({"v": tree["v"]}, P(), mesh=mesh, check=True)
-
-
-def test_everybody_is_here(processes):
-    assert gather(jax.process_index()) == list(range(processes))

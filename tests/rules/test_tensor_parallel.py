@@ -36,30 +36,26 @@ class Block(eqx.Module):
         self.up, self.down = eqx.nn.Linear(8, 32, key=key), eqx.nn.Linear(32, 8, key=key)
 
 
-class TestRoles:
-    def test_columns_and_rows(self):
-        assert specs(Block(KEY), tensor_parallel("model", column="up", row="down")) == {
-            ".up.weight": P("model"),
-            ".up.bias": P("model"),
-            ".down.weight": P(None, "model"),
-            ".down.bias": P(),
-        }
+def made(make, stacked):
+    return eqx.filter_vmap(make)(jax.random.split(KEY, 3)) if stacked else make(KEY)
 
-    def test_stacked(self):
-        stacked = eqx.filter_vmap(Block)(jax.random.split(KEY, 3))
-        assert specs(stacked, tensor_parallel("model", column="up", row="down")) == {
-            ".up.weight": P(None, "model"),
-            ".up.bias": P(None, "model"),
-            ".down.weight": P(None, None, "model"),
+
+class TestRoles:
+    @pytest.mark.parametrize("stacked", [False, True])
+    def test_columns_and_rows(self, stacked):
+        front = (None,) * stacked
+        model = made(Block, stacked)
+        assert specs(model, tensor_parallel("model", column="up", row="down")) == {
+            ".up.weight": P(*front, "model"),
+            ".up.bias": P(*front, "model"),
+            ".down.weight": P(*front, None, "model"),
             ".down.bias": P(),
         }
 
     @pytest.mark.parametrize("stacked", [False, True])
     def test_attention_by_heads(self, stacked):
-        make = lambda key: eqx.nn.MultiheadAttention(  # noqa: E731
-            4, 16, use_query_bias=True, use_output_bias=True, key=key
-        )
-        model = eqx.filter_vmap(make)(jax.random.split(KEY, 3)) if stacked else make(KEY)
+        options = {"use_query_bias": True, "use_output_bias": True}
+        model = made(lambda key: eqx.nn.MultiheadAttention(4, 16, **options, key=key), stacked)
         front = (None,) * stacked
         projections = {f".{name}_proj.weight": P(*front, "model") for name in ("key", "value")}
         assert specs(model, tensor_parallel("model")) == {

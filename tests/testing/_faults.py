@@ -129,11 +129,6 @@ def test_one_raises_and_the_other_waits_for_it():
     meet()
 
 
-def test_one_is_skipped():
-    if me() == 1:
-        pytest.skip("only here")
-
-
 def test_processes_disagree():
     with pytest.raises(AssertionError, match="process 0 has a different program than process 1"):
         same_program(lambda x: x + me(), jnp.ones(3))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
+from scripts import printed_by, run_python
 
 import mylib
 from mylib._testing import launch as launch
@@ -136,7 +137,6 @@ def faults(request, tmp_path_factory, env) -> Session:
 
 # Each costs new processes, and another test ends in much the same way.
 THOROUGH = (
-    "test_one_is_skipped",
     "test_one_changes_a_setting",
     "test_one_segfaults",
     "test_all_leave_each_other",
@@ -165,7 +165,6 @@ OUTCOMES = {
     "test_subtests": "failed",
     "test_is_asserted_with_values": "failed",
     "test_one_raises_and_the_other_waits_for_it": "failed",
-    "test_one_is_skipped": "failed",
     "test_processes_disagree": "passed",
     "test_one_leaves_something_running": "error at teardown",
     "test_passes_after_that": "passed",
@@ -209,7 +208,6 @@ FIRST_LINES = {
     "test_one_exits": "process 1 of 2 died: exit status 3",
     "test_one_segfaults": "process 1 of 2 died: SIGSEGV",
     "test_the_coordinator_is_killed": "process 0 of 2 died: SIGKILL",
-    "test_one_is_skipped": "the processes disagree: process 1: Skipped: only here; but",
     "test_fails_at_the_end": "all processes: RuntimeError: the end fails everywhere",
     "test_passes_against_strict_expectation": "all processes: [XPASS(strict)] known",
     "test_clean_distributed_of_shared_processes": "all processes: Failed: clean_distri",
@@ -301,17 +299,11 @@ class TestWords:
         """A busy machine takes its time between two lines."""
         (tmp_path / "deep.py").write_text(DEEP)
         for depth in "1", "150":
-            done = subprocess.run(
-                [sys.executable, "-m", "deep", depth],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            lines = done.stdout.splitlines(keepends=True)
+            printed = printed_by("-m", "deep", depth, cwd=tmp_path)
+            lines = printed.splitlines(keepends=True)
             whole = [is_whole("".join(lines[:n])) for n in range(len(lines) + 1)]
             # Python 3.11 has one more line, which says that there would be more.
-            assert True not in whole[:-2] and whole[-1], done.stdout
+            assert True not in whole[:-2] and whole[-1], printed
 
     def test_out_of_step(self, faults):
         text = faults.said("test_one_leaves_something_running")
@@ -958,8 +950,8 @@ def test_launch_without_room_for_files(tmp_path, checkout_env):
     """What a process prints goes through pipes: why it ended is shown even if the disk is full."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     (tmp_path / "script.py").write_text(f"{limited}print('x' * 100)\nraise ValueError('why')")
-    command = [sys.executable, "-m", "mylib.testing", "launch", "-n1", str(tmp_path / "script.py")]
-    done = subprocess.run(command, env=checkout_env, capture_output=True, text=True)
+    launch = "-m", "mylib.testing", "launch", "-n1"
+    done = run_python(*launch, tmp_path / "script.py", env=checkout_env)
     assert done.returncode == 1 and "[0] ValueError: why" in done.stderr
     assert "x" * 100 in done.stdout
 
@@ -1049,9 +1041,8 @@ def test_launch_restarts_all(tmp_path, checkout_env):
         "time.sleep(1)\n"
         "sys.exit(75)\n"
     )
-    options = ["-n", "2", "--restart", "2", str(script), str(tmp_path)]
-    command = [sys.executable, "-m", "mylib.testing", "launch", *options]
-    done = subprocess.run(command, env=checkout_env, capture_output=True, text=True, timeout=200)
+    launch = "-m", "mylib.testing", "launch", "-n2", "--restart=2"
+    done = run_python(*launch, script, tmp_path, env=checkout_env)
     assert done.returncode == 0, done.stderr
     said = done.stderr.splitlines()
     assert "process 1 ended with SIGKILL" in said

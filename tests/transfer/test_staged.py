@@ -59,17 +59,6 @@ def test_a_mesh_of_other_axes_over_the_same_devices(outer, inner):
     assert y.sharding.is_equivalent_to(wanted, 2)
 
 
-def test_auto_axes_where_all_in_force_are_explicit_is_an_error():
-    wanted = NamedSharding(line(AUTO), P("d"))
-    with jax.set_mesh(grid(EXPLICIT, EXPLICIT)), pytest.raises(mylib.PlacementError) as caught:
-        jax.jit(lambda x: mylib.filter_shard(x, wanted))(X)
-    (fault,) = caught.value.faults
-    assert fault.reason == (
-        "mesh ('d': 8) has Auto axes, and the mesh in force here has only Explicit ones"
-    )
-    assert fault.fix == "constrain to mesh ('a': 4, 'b': 2), which is in force"
-
-
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_arguments_of_the_other_kind_of_axes(kind):
     other = EXPLICIT if kind == AUTO else AUTO
@@ -246,21 +235,6 @@ def test_mixed_axes_that_a_vmap_or_a_shard_map_has_taken():
     assert types[0] == types[1] == P("e", None)
     np.testing.assert_array_equal(y, 2 * np.stack([X, -X]))
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("m", "e", "a")), 3)
-
-
-def test_unreduced_and_reduced_axes():
-    mesh = grid(EXPLICIT, EXPLICIT)
-    with jax.set_mesh(mesh):
-        x, y = mylib.filter_shard((X, X), (P(None, "a"), P("a")))
-        multiply = jax.jit(
-            lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=P(unreduced={"a"}))
-        )
-        z = multiply(x, y)
-        assert mylib.filter_shard(z, z.sharding) is z
-        whole = jax.jit(lambda z: mylib.filter_shard(z, P()))(z)
-        np.testing.assert_allclose(whole, X @ X)
-        inside = jax.jit(lambda x: mylib.filter_shard(x, P(unreduced={"a"})))
-        assert inside(mylib.filter_shard(X, P())).sharding.spec.unreduced == {"a"}
 
 
 def test_the_batch_axis_of_an_explicit_mesh_can_not_be_asked_for_again():

@@ -4,8 +4,18 @@ import dataclasses
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Generic, NamedTuple, Optional, TypeVar, Union
+from collections.abc import Collection, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Generic,
+    NamedTuple,
+    NewType,
+    Optional,
+    TypeVar,
+    Union,
+)
 
 import equinox as eqx
 import jax
@@ -140,6 +150,8 @@ Weight = TypeAliasType("Weight", Float[Array, "out in"])
         Float[Float[Array, "in"], "out"],
         Annotated[Float[Array, "out in"], "the weight"],
         Annotated[Float[Array, "out in"] | None, "the weight"],
+        Final[Float[Array, "out in"]],
+        NewType("NewWeight", Float[Array, "out in"]),
         "Float[Array, 'out in']",
         Optional["Float[Array, 'out in']"],  # noqa: UP045
         T,
@@ -208,6 +220,7 @@ def test_modules_inside_of_containers(container, prefixes):
     [
         (list[Float[Array, "a b"]], [0, 0], [("a", "b")] * 2),
         (Sequence[Float[Array, "a b"]], [0], [("a", "b")]),
+        (Collection[Float[Array, "a b"]], (0,), [("a", "b")]),
         (dict[str, Float[Array, "a b"]], {"x": 0}, [("a", "b")]),
         (Mapping[str, Float[Array, "a b"]], {"x": 0}, [("a", "b")]),
         (tuple[Float[Array, "a b"], ...], (0, 0), [("a", "b")] * 2),

@@ -78,6 +78,8 @@ ODD_KEYS = [
     "[0]",
     "it's",
     'a "word"',
+    '"',
+    "both ' and \"",
     "a\nb",
     "a\\b",
     "",
