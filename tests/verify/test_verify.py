@@ -126,6 +126,19 @@ class TestLines:
         assert len(faults_with_lines.FAULTS) >= 8 * len(faults_with_lines.UNKNOWN)
 
 
+def test_equal_rows_are_rounded_alike():
+    """What they differ by adds up, as in a batch of zeros."""
+
+    @mylib.filter_jit(in_shardings=(None, P("data")), mesh=MESH)
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        w, row = (rng.normal(size=size).astype(np.float32) for size in ((32, 64), (1, 32)))
+        assert not verify(gradient, w, np.tile(row, (32768, 1))).differs
+
+
 def test_each_number_has_its_own_rounding():
     def masked(x, w):
         return jnp.where(x > 0, x @ w, jnp.finfo(x.dtype).min)
