@@ -22,7 +22,10 @@ def test_each_opcode_has_a_program():
     assert sorted(OPCODES.keys() - PROGRAMS.keys()) == sorted(without)
 
 
-REFUSED = {"atan2": ["complex64", "complex128"]}
+WRONG = {"atan2": ["complex64", "complex128"]}
+# XLA of JAX 0.10, without its newer emitters, has NaN for small numbers of these types.
+if jax.__version_info__ < (0, 11):
+    WRONG["reduce-window"] = ["float8_e4m3b11fnuz", "float8_e4m3fnuz"]
 
 
 # Of JAX's own, about dtypes.
@@ -35,5 +38,5 @@ def test_pairs(opcode):
     # A compiler's memory for so many programs.
     jax.clear_caches()
     wrong = [dtype for dtype, text in outcomes.items() if text.startswith(("WRONG", "refused"))]
-    assert wrong == REFUSED.get(opcode, [])
+    assert wrong == WRONG.get(opcode, [])
     assert "right" in outcomes.values()
