@@ -135,16 +135,6 @@ class TestOptions:
         with pytest.raises(Exception, match="no_such_option"):
             mylib.filter_jit(lambda x: x + 1, compiler_options={"no_such_option": True})(x)
 
-    def test_functions_with_other_options_are_others(self):
-        def f(x, y):
-            return x + 1
-
-        x, y = jnp.ones(()), jnp.ones(3)
-        texts = [
-            mylib.filter_jit(f, keep_unused=kept).lower(x, y).as_text() for kept in (False, True)
-        ]
-        assert texts[0] != texts[1]
-
     @pytest.mark.parametrize(
         ("option", "told"),
         [
