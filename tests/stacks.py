@@ -92,6 +92,10 @@ def through_all(step: Callable[..., Any], layers: Any, x: jax.Array) -> jax.Arra
     return jax.lax.scan(lambda x, layer: (step(layer, x), None), x, layers)[0]
 
 
+def through(layers: Any, x: jax.Array) -> jax.Array:
+    return through_all(lambda layer, x: layer(x), layers, x)
+
+
 def stacked(layers: list[Any]) -> Any:
     return jax.jit(lambda layers: jax.tree.map(lambda *xs: jnp.stack(xs), *layers))(layers)
 

@@ -95,10 +95,13 @@ class TestCategories:
 
 
 def test_every_warning_has_a_category():
-    for path in Path(mylib.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                assert path.parent.name == "compat" or path.name == "errors.py", path
+    warning = [
+        path.name
+        for path in Path(mylib.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("warnings.warn")
+    ]
+    assert warning == ["errors.py"]
 
 
 class TestOptions:
@@ -134,16 +137,6 @@ class TestOptions:
         assert "tensor<3xf32>" in kept and "tensor<3xf32>" not in left
         with pytest.raises(Exception, match="no_such_option"):
             mylib.filter_jit(lambda x: x + 1, compiler_options={"no_such_option": True})(x)
-
-    def test_functions_with_other_options_are_others(self):
-        def f(x, y):
-            return x + 1
-
-        x, y = jnp.ones(()), jnp.ones(3)
-        texts = [
-            mylib.filter_jit(f, keep_unused=kept).lower(x, y).as_text() for kept in (False, True)
-        ]
-        assert texts[0] != texts[1]
 
     @pytest.mark.parametrize(
         ("option", "told"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float
+from stacks import through
 
 import mylib
 from mylib.rules import by_axes, fsdp, replicated
@@ -43,12 +44,7 @@ BATCH = np.float32(_RNG.normal(size=(32, WIDTH))), np.arange(32)
 
 def loss(layers, batch):
     x, weights = batch
-    if isinstance(layers, list):
-        for layer in layers:
-            x = layer(x)
-    else:
-        x = jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
-    return jnp.mean(jnp.sum(jnp.sin(x), -1) * weights)
+    return jnp.mean(jnp.sum(jnp.sin(through(layers, x)), -1) * weights)
 
 
 def accumulated(layers, pieces=4, **options):

@@ -135,60 +135,44 @@ def test_under_set_mesh(batch):
     assert "layers[0..3].weight" in text
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "as kept",
-        "in_shardings",
-        "uncommitted",
-        "numpy",
-        "kept is None",
-        "used is None",
-        "replicated",
-        "changed before",
-        "one device",
-        "explicit",
-        "host memory",
-    ],
+def losing(**options):
+    return lambda model, x: loss_of(model, x, **options)
+
+
+def of_half(model, x):
+    return loss_of(jax.tree.map(lambda w: w / 2 if eqx.is_array(w) else w, model), x)
+
+
+ONE = mylib.make_mesh(data=1, devices=jax.devices()[:1])
+IN_NUMPY = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, MODEL)
+IN_HOST_MEMORY = jax.tree.map(
+    lambda s: s.with_memory_kind("pinned_host"), mylib.resolve(MODEL, KEPT, mesh=AUTO)
 )
+# Each gives a step and its arguments.
+SILENT = {
+    "as kept": lambda x: (step_of(loss_of), at(KEPT), x),
+    "in_shardings": lambda x: (
+        step_of(loss_of, in_shardings=(KEPT, None), mesh=AUTO), at(P()), x
+    ),
+    "uncommitted": lambda x: (step_of(loss_of), MODEL, x),
+    "numpy": lambda x: (step_of(loss_of), IN_NUMPY, x),
+    "kept is None": lambda x: (step_of(losing(kept=None, used=replicated())), at(P()), x),
+    "used is None": lambda x: (step_of(losing(used=None)), at(KEPT), x),
+    "replicated": lambda x: (step_of(losing(kept=P())), at(KEPT), x),
+    "changed before": lambda x: (step_of(of_half), at(P()), x),
+    "one device": lambda x: (step_of(losing(mesh=ONE)), MODEL, X),
+    "explicit": lambda x: (
+        step_of(losing(mesh=EXPLICIT)), at(P(), mesh=EXPLICIT), at(P("data"), X, EXPLICIT)
+    ),
+    "host memory": lambda x: (
+        step_of(losing(kept=IN_HOST_MEMORY)), mylib.filter_device_put(MODEL, IN_HOST_MEMORY), x
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SILENT)
 def test_nothing_is_said(case, batch):
-    model, loss, options = at(KEPT), loss_of, {}
-    mesh = AUTO
-    if case == "in_shardings":
-        model, options = at(P()), {"in_shardings": (KEPT, None), "mesh": AUTO}
-    elif case == "uncommitted":
-        model = MODEL
-    elif case == "numpy":
-        model = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, MODEL)
-    elif case == "kept is None":
-        model, loss = at(P()), lambda m, x: loss_of(m, x, None, used=replicated())
-    elif case == "used is None":
-        loss = lambda m, x: loss_of(m, x, used=None)  # noqa: E731
-    elif case == "replicated":
-        model, loss = at(KEPT), lambda m, x: loss_of(m, x, P())
-    elif case == "changed before":
-        model = at(P())
-        loss = lambda m, x: loss_of(jax.tree.map(_halved, m), x)  # noqa: E731
-    elif case == "one device":
-        mesh = mylib.make_mesh(data=1, devices=jax.devices()[:1])
-        model, loss = MODEL, lambda m, x: loss_of(m, x, mesh=mesh)
-        batch = X
-    elif case == "explicit":
-        mesh = EXPLICIT
-        model, loss = at(P(), mesh=mesh), lambda m, x: loss_of(m, x, mesh=mesh)
-    elif case == "host memory":
-        host = jax.tree.map(
-            lambda s: s.with_memory_kind("pinned_host"), mylib.resolve(MODEL, KEPT, mesh=AUTO)
-        )
-        model = mylib.filter_device_put(MODEL, host)
-        loss = lambda m, x: loss_of(m, x, host)  # noqa: E731
-    if mesh is EXPLICIT:
-        batch = mylib.filter_shard(X, P("data"), mesh=mesh)
-    assert told(step_of(loss, **options), model, batch) == []
-
-
-def _halved(x):
-    return x / 2 if eqx.is_array(x) else x
+    assert told(*SILENT[case](batch)) == []
 
 
 def test_integers_and_what_is_too_small(batch):

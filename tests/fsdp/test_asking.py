@@ -177,9 +177,3 @@ def test_arrays_that_are_no_slices():
     other = eqx.tree_at(lambda x: x.weight, layer, jnp.ones((5, 32)))
     with pytest.raises(mylib.PlacementError, match=r"not a slice .* of shape \(4, 16, 32\)"):
         other(jnp.ones((8, 5)))
-
-
-@pytest.mark.parametrize("layers", [eqx.nn.Linear, (eqx.nn.Linear, Called)])
-def test_layers_after_the_placement(layers):
-    with pytest.raises(TypeError, match=r"the layers \(Linear.*come before where weights are kept"):
-        mylib.fully_shard(Called(), KEPT, layers, mesh=AUTO)

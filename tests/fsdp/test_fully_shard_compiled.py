@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
+from stacks import through
 
 import mylib
 from mylib.rules import by_axes, fsdp, replicated
@@ -38,12 +39,24 @@ def weights(mesh, stacked, dtype, cls=Layer):
     return mylib.filter_shard(layers, KEPT, mesh=mesh)
 
 
-def through(layers, x):
-    if isinstance(layers, list):
-        for layer in layers:
-            x = layer(x)
-        return x
-    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
+def batch(mesh, rows, axes="data"):
+    sharding = NamedSharding(mesh, P(axes))
+    return jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16, sharding=sharding)
+
+
+def loss_of(model, x):
+    return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+
+def compiled(mesh, model, x, cls=Layer, **options):
+    """The program of the gradients."""
+    kept = jax.tree.map(lambda x: x.sharding, model)
+
+    def loss(model, x):
+        return loss_of(mylib.fully_shard(model, cls, KEPT, mesh=mesh, **options), x)
+
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
 
 
 @pytest.mark.compilers
@@ -63,16 +76,7 @@ def test_one_layer_at_a_time(machine, stacked, case):
     dtype = jnp.bfloat16 if case == "sent in bf16" else None
     mesh = machine.mesh(data=-1, explicit=explicit)
     model = weights(mesh, stacked, jnp.bfloat16 if dtype is None else jnp.float32, cls)
-    kept = jax.tree.map(lambda x: x.sharding, model)
-
-    def loss(model, x):
-        model = mylib.fully_shard(model, cls, KEPT, mesh=mesh, dtype=dtype)
-        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
-
-    rows = NamedSharding(mesh, P("data"))
-    x = jax.ShapeDtypeStruct((ROWS * 16, WIDTH), jnp.bfloat16, sharding=rows)
-    with jax.set_mesh(mesh):
-        program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    program = compiled(mesh, model, batch(mesh, ROWS * 16), cls, dtype=dtype)
     report = mylib.audit(program, mesh=mesh)
     # Two gathers and one sum of each weight, in bf16; no gradient is summed whole.
     once = DEPTH * LAYER * 15 / 16
@@ -103,17 +107,13 @@ def test_weights_in_8_bits(machine, send, stacked):
     used = by_axes({"mlp": "model"}) | replicated()
     kept = used & KEPT
     model = mylib.filter_shard(weights(mesh, stacked, jnp.float32), kept, mesh=mesh)
-    x = jax.ShapeDtypeStruct(
-        (ROWS * 4, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
-    )
 
     def loss(model, x):
         options = {"mesh": mesh, "dtype": jnp.bfloat16, "send_dtype": jnp.dtype(send)}
-        model = mylib.fully_shard(model, Layer, kept, used, **options)
-        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+        return loss_of(mylib.fully_shard(model, Layer, kept, used, **options), x)
 
     program = mylib.filter_jit(jax.grad(loss), out_shardings=kept, mesh=mesh)
-    report = mylib.audit(program, model, x)
+    report = mylib.audit(program, model, batch(mesh, ROWS * 4))
     # In bfloat16, twice in a step.
     gathered = 2 * DEPTH * LAYER / 4 * 3 / 4
     assert 0.5 * gathered <= report.wire_bytes("all-gather", "data") <= 0.52 * gathered
@@ -128,18 +128,13 @@ def test_accumulated(machine):
     """Each weight is gathered once, and each gradient summed once, in float32."""
     mesh = machine.mesh(data=-1)
     model = weights(mesh, True, jnp.float32)
-    x = jax.ShapeDtypeStruct(
-        (ROWS * 16, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
-    )
-
-    def loss(model, x):
-        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
 
     def step(model, x):
         options = {"mesh": mesh, "dtype": jnp.bfloat16, "pieces": 4}
-        return mylib.accumulate(loss, model, x, KEPT, **options)[1]
+        return mylib.accumulate(loss_of, model, x, KEPT, **options)[1]
 
-    report = mylib.audit(mylib.filter_jit(step, out_shardings=KEPT, mesh=mesh), model, x)
+    step = mylib.filter_jit(step, out_shardings=KEPT, mesh=mesh)
+    report = mylib.audit(step, model, batch(mesh, ROWS * 16))
     once = DEPTH * LAYER * 15 / 16
     assert report.wire_bytes("all-gather") <= 1.01 * once
     assert report.wire_bytes() <= (3.01 if machine.chip.platform == "gpu" else 5.01) * once
@@ -152,16 +147,8 @@ def test_accumulated(machine):
 def test_copied_between_groups(machine, stacked):
     """Weights are gathered inside a group; between groups only parts of gradients are sent."""
     mesh = machine.mesh(replica=2, data=8)
-    model = weights(mesh, stacked, jnp.bfloat16)
-    kept = jax.tree.map(lambda x: x.sharding, model)
-
-    def loss(model, x):
-        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh)
-        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
-
-    rows = NamedSharding(mesh, P(("replica", "data")))
-    x = jax.ShapeDtypeStruct((ROWS * 16, WIDTH), jnp.bfloat16, sharding=rows)
-    program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    x = batch(mesh, ROWS * 16, ("replica", "data"))
+    program = compiled(mesh, weights(mesh, stacked, jnp.bfloat16), x)
     report = mylib.audit(program, mesh=mesh)
     assert report.bytes("all-gather", "data") == 2 * DEPTH * LAYER
     assert report.wire_bytes("all-reduce", "replica") <= DEPTH * LAYER / 8
@@ -176,16 +163,7 @@ def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
     """XLA makes an all-reduce of one gather over all of it, and of one sum that is scattered."""
     mesh = machine.mesh(data=-1, explicit=explicit)
     model = weights(mesh, stacked=True, dtype=jnp.float32)
-    kept = jax.tree.map(lambda x: x.sharding, model)
-
-    def loss(model, x):
-        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh, dtype=jnp.bfloat16)
-        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
-
-    rows = NamedSharding(mesh, P("data"))
-    x = jax.ShapeDtypeStruct((ROWS * 64, WIDTH), jnp.bfloat16, sharding=rows)
-    with jax.set_mesh(mesh):
-        program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    program = compiled(mesh, model, batch(mesh, ROWS * 64), dtype=jnp.bfloat16)
     report = mylib.audit(program, mesh=mesh)
     assert report.bytes("all-reduce") < 1024
     # 64 columns a device are padded to 70 by the sum that is scattered.

@@ -122,7 +122,7 @@ def test_the_fields_are_those_of_the_model(model):
 def test_what_is_done_with_modules(model):
     layer, expected = layer_of(model), model(X)
     structure = jax.tree.structure(layer)
-    assert type(pickle.loads(pickle.dumps(layer))) is type(model)
+    assert eqx.tree_equal(pickle.loads(pickle.dumps(layer)), model)
     for same in (copy.copy(layer), copy.deepcopy(layer), jax.tree.map(lambda x: x, layer)):
         assert jax.tree.structure(same) == structure
         np.testing.assert_allclose(same(X), expected)

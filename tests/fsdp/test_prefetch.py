@@ -550,32 +550,22 @@ def squared(model, x):
     return jnp.sum(jnp.sin(through(model, x)) ** 2)
 
 
-def _derivative(name, derivative, *marks):
-    return pytest.param(derivative, id=name, marks=marks)
+def along(f, x):
+    return jax.jvp(f, (x,), (jnp.cos(x),))[1]
 
 
-@pytest.mark.parametrize(
-    "derivative",
-    [
-        _derivative("jvp", lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1], pytest.mark.thorough),
-        _derivative("jacfwd", lambda f, x: jax.jacfwd(f)(x), pytest.mark.thorough),
-        _derivative(
-            "forward over reverse",
-            lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
-            pytest.mark.thorough,
-        ),
-        _derivative(
-            "reverse over forward",
-            lambda f, x: jax.grad(lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1])(x),
-            pytest.mark.thorough,
-        ),
-        _derivative(
-            "reverse over reverse",
-            lambda f, x: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), jnp.cos(x)))(x),
-            pytest.mark.slow,
-        ),
-    ],
-)
+DERIVATIVES = {
+    "jvp": along,
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "forward over reverse": lambda f, x: along(jax.grad(f), x),
+    "reverse over forward": lambda f, x: jax.grad(lambda x: along(f, x))(x),
+    "reverse over reverse": lambda f, x: jax.grad(lambda x: jax.grad(f)(x) @ jnp.cos(x))(x),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+@pytest.mark.everyday("reverse over reverse", rest="thorough")
 def test_other_derivatives(derivative):
     model = mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1)
     found = jax.jit(lambda x: derivative(lambda x: squared(model, x), x))(X[0])

@@ -10,6 +10,7 @@ import pytest
 from close import assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
+from stacks import through
 
 import mylib
 from mylib.rules import by_axes, fsdp, replicated
@@ -45,14 +46,6 @@ class Block(eqx.Module):
         weights = jax.nn.softmax(jnp.einsum("...thd,...shd->...hts", q, k))
         x = x + jnp.einsum("...hts,...shd->...thd", weights, v).reshape(x.shape) @ self.out
         return x + jax.nn.relu(x @ self.up) @ self.down
-
-
-def through(layers, x):
-    if isinstance(layers, list):
-        for layer in layers:
-            x = layer(x)
-        return x
-    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
 
 
 # NumPy's numbers: JAX would compile programs for its own whenever this file is collected.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
+from stacks import through
 
 import mylib
 from mylib.rules import by_axes, fsdp, replicated
@@ -49,14 +50,6 @@ def weights(mesh, stacked):
     square, wide = array(WIDTH, WIDTH), array(WIDTH, HIDDEN)
     block = Block(array(2, WIDTH), square, square, square, square, wide, wide, array(HIDDEN, WIDTH))
     return mylib.filter_shard(block if stacked else [block] * DEPTH, KEPT, mesh=mesh)
-
-
-def through(layers, x):
-    if isinstance(layers, list):
-        for layer in layers:
-            x = layer(x)
-        return x
-    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
 
 
 def compiled(mesh, stacked, saved):

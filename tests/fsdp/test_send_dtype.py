@@ -13,6 +13,7 @@ import pytest
 from close import assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
+from stacks import through
 
 import mylib
 from mylib._training.fsdp.quantised import scales_of
@@ -65,15 +66,6 @@ def rounded(block: Block, dtype: str) -> Block:
     # `up` is kept as P("data", "model"), `down` as P("model", "data").
     up, down = by_hand(block.up, 0, 2, dtype), by_hand(block.down, 1, 2, dtype)
     return eqx.tree_at(lambda b: (b.up, b.down), block, (up, down))
-
-
-def through(layers, x):
-    if isinstance(layers, list):
-        for layer in layers:
-            x = layer(x)
-        return x
-    arrays, rest = eqx.partition(layers, eqx.is_array)
-    return jax.lax.scan(lambda x, a: (eqx.combine(a, rest)(x), None), x, arrays)[0]
 
 
 def loss_of(layers, x):

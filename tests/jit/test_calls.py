@@ -93,7 +93,7 @@ def test_specs_are_resolved_once():
     f = mylib.filter_shard_map(fun, mesh=MESH, in_specs=rule, out_specs=P("data"))
     for size in (8, 8, 16, 8):
         f(jnp.ones(size))
-    assert (len(asked), len(traces)) == (3 + 2, 2)  # three changes of shapes
+    assert asked == ["[0][0]"] * (3 + 2) and len(traces) == 2  # three changes of shapes
 
 
 @pytest.mark.parametrize(

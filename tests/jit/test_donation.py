@@ -52,26 +52,11 @@ class TestTwice:
         if donate == "all-except-first":
             assert not x.is_deleted()
 
-    def test_is_used_up_once_or_not_at_all(self):
-        x = jnp.ones(8)
-        a, b = mylib.filter_jit(both, donate="all")(x, x)
-        assert x.is_deleted() and jnp.all(a == 2) and jnp.all(b == 3)
-        x = jnp.ones(8)
-        a, b = mylib.filter_jit(both, donate="all-except-first")(x, x)
-        assert not x.is_deleted() and jnp.all(a == 2) and jnp.all(b == 3)
-
     def test_three_times_and_in_the_function_itself(self):
         x = jnp.ones(8)
         f = mylib.filter_jit(jax.tree_util.Partial(lambda x, t: [x, *t], x), donate="all")
         out = f([x, x, x])
         assert all(jnp.all(y == 1) for y in out) and x.is_deleted()
-
-    def test_what_filter_shard_has_left_alone(self):
-        p = mylib.filter_shard({"w": jnp.ones(8), "b": jnp.ones(16)}, P("data"), mesh=MESH)
-        q = mylib.filter_shard(p, P("data"), mesh=MESH)
-        assert q["w"] is p["w"]
-        out, _ = mylib.filter_jit(lambda p, q: (p, q), donate="all")(p, q)
-        assert jnp.all(out["w"] == 1) and p["w"].is_deleted()
 
     @pytest.mark.parametrize(
         ("first", "second"),
@@ -93,14 +78,6 @@ class TestTwice:
         compiled = mylib.filter_jit(both, donate="all").lower(x, x).compile()
         a, b = compiled(x, x)
         assert jnp.all(a == 2) and jnp.all(b == 3) and x.is_deleted()
-
-    def test_filter_device_put(self):
-        x = jnp.ones(8)
-        a, b = mylib.filter_device_put((x, x), P("data"), mesh=MESH, donate=True)
-        assert jnp.all(a == 1) and jnp.all(b == 1) and x.is_deleted()
-        x = jax.device_put(jnp.ones(8), HERE)
-        a, b = mylib.filter_device_put((x, x), (P("data"), P()), mesh=MESH, donate=True)
-        assert a is x and jnp.all(a == 1) and jnp.all(b == 1)
 
     def test_where_one_thing_is_traced(self):
         x = jnp.ones(8)
@@ -262,8 +239,8 @@ class TestNames:
         f(a, b, a)
         with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
             f(a, b, a)
-        notes = str(caught.value)
-        assert "was given deleted arrays: b." in notes
+        said = str(caught.value).split("\n")[0]
+        assert "<lambda> was given deleted arrays: b. A call that donates" in said
         one, other = (jax.device_put(a, device) for device in jax.devices()[1:3])
         with pytest.raises(ValueError, match="devices") as caught:
             f(one, other, one)

@@ -49,13 +49,17 @@ def tree():
     return {"a": jnp.arange(8.0), "b": (np.arange(8), "static", None, 3)}
 
 
-EAGER = {
+BOTH = {
     "device": (words, FIRST),
     "other device": (words, LAST),
     "single": (words, SingleDeviceSharding(SECOND)),
     "rows": (words, on(P("x"))),
     "both axes": (words, on(P(("x", "y")))),
     "half of the devices": (words, on(P("x"), HALF)),
+    "tree": (tree, on(P("x"))),
+    "tree of shardings": (tree, {"a": on(P("x")), "b": (on(P()), on(P()), on(P()), on(P()))}),
+}
+EAGER = BOTH | {
     "free": (words, on(P(FREE))),
     "host memory": (words, on(P("x"), memory_kind="pinned_host")),
     "layout": (words, Format(Layout((1, 0)), SingleDeviceSharding(FIRST))),
@@ -63,10 +67,8 @@ EAGER = {
     "NumPy scalar": (lambda: np.float32(2), SECOND),
     "key": (lambda: jax.random.key(0), on(P())),
     "weak": (lambda: jnp.asarray(2.0), on(P())),
-    "tree": (tree, on(P("x"))),
     "tree on a device": (tree, LAST),
     "prefix": (tree, {"a": on(P("x")), "b": on(P())}),
-    "tree of shardings": (tree, {"a": on(P("x")), "b": (on(P()), on(P()), on(P()), on(P()))}),
     "moved on the mesh": (lambda: jax.device_put(words(), on(P("x"))), on(P("y", "x"))),
     "freed on the mesh": (lambda: jax.device_put(words(), on(P("x"))), on(P(FREE, "y"))),
 }
@@ -77,21 +79,13 @@ def test_eager(make, placement):
     assert_same_answer(eqx.filter_shard(make(), placement), mylib.filter_shard(make(), placement))
 
 
-STAGED = {
-    "device": (words, FIRST),
-    "other device": (words, LAST),
-    "single": (words, SingleDeviceSharding(SECOND)),
-    "rows": (words, on(P("x"))),
-    "both axes": (words, on(P(("x", "y")))),
-    "half of the devices": (words, on(P("x"), HALF)),
+STAGED = BOTH | {
     "free": (words, on(P(FREE, "y"))),
     "abstract mesh": (
         lambda: jax.device_put(words(), on(P())),
         NamedSharding(AUTO.abstract_mesh, P("x")),
     ),
     "layout": (words, Format(Layout((1, 0)), on(P("x")))),
-    "tree": (tree, on(P("x"))),
-    "tree of shardings": (tree, {"a": on(P("x")), "b": (on(P()), on(P()), on(P()), on(P()))}),
     "on the mesh": (lambda: jax.device_put(words(), on(P())), on(P("y"))),
 }
 
@@ -132,15 +126,6 @@ def test_specs_on_the_mesh_around(enter, mesh, specs, staged):
             assert_same_answer(theirs(x), ours(x))
 
 
-@legacy
-def test_a_tree_of_specs_on_the_mesh_around():
-    with AUTO:
-        placement = {"a": P("x"), "b": P()}
-        assert_same_answer(
-            eqx.filter_shard(tree(), placement), mylib.filter_shard(tree(), placement)
-        )
-
-
 TRANSFORMED = {
     "vmap": lambda f: jax.vmap(f)(words()),
     "vmap in jit": lambda f: jax.jit(jax.vmap(f))(words()),
@@ -158,42 +143,6 @@ def test_transformed(transformed):
         transformed(lambda x: eqx.filter_shard(x, on(P("x")))),
         transformed(lambda x: mylib.filter_shard(x, on(P("x")))),
     )
-
-
-# Equinox's own tests, in spirit.
-
-
-@pytest.mark.parametrize("mesh", [AUTO, MIXED, EXPLICIT], ids=["auto", "mixed", "explicit"])
-def test_a_sharding_given_outside_stays_inside(mesh):
-    model = mylib.filter_shard(eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0)), on(P("x"), mesh))
-
-    @eqx.filter_jit
-    def bump(model):
-        arrays, static = eqx.partition(model, eqx.is_array)
-        return eqx.combine(jax.tree.map(lambda x: x + 1, arrays), static)
-
-    for out in (model, bump(model)):
-        for x in jax.tree.leaves(eqx.filter(out, eqx.is_array)):
-            assert x.committed
-            assert x.sharding.mesh == mesh
-            assert x.sharding.is_equivalent_to(on(P("x"), mesh), x.ndim)
-
-
-@pytest.mark.parametrize("mesh", [AUTO, MIXED, EXPLICIT], ids=["auto", "mixed", "explicit"])
-def test_a_sharding_given_inside_comes_out(mesh):
-    tree = ((jnp.zeros(16), 4), (jnp.zeros(8),), "static")
-
-    @eqx.filter_jit
-    def bump(tree):
-        arrays, static = eqx.partition(tree, eqx.is_array)
-        tree = eqx.combine(jax.tree.map(lambda x: x + 1, arrays), static)
-        return mylib.filter_shard(tree, on(P("x"), mesh))
-
-    (x, four), (y,), static = bump(tree)
-    assert (four, static) == (4, "static")
-    assert x.sharding.mesh == y.sharding.mesh == mesh
-    assert x.sharding.is_equivalent_to(on(P("x"), mesh), 1)
-    assert y.sharding.is_equivalent_to(on(P("x"), mesh), 1)
 
 
 # Where the answers differ.
@@ -337,11 +286,3 @@ def test_donating_and_aliasing_exclude_each_other():
     for put in (jax.device_put, mylib.filter_device_put):
         with pytest.raises(ValueError):
             put(words(), LAST, donate=True, may_alias=True)
-
-
-def test_what_is_already_there_stays():
-    tree = {"a": jax.device_put(words(), LAST), "b": jax.device_put(words(), on(P("x")))}
-    placement = {"a": LAST, "b": on(P("x"))}
-    out = mylib.filter_device_put(tree, placement)
-    assert out["a"] is tree["a"] and out["b"] is tree["b"]
-    assert_same_answer(jax.device_put(tree, placement), out)

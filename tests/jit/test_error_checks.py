@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec as P
+from scripts import run_python
 
 import mylib
 
@@ -354,9 +355,7 @@ except eqx.EquinoxRuntimeError as error:
 def test_rules_of_its_own_on_one_device(checkout_env):
     """There Equinox's callback raises."""
     env = {**checkout_env, "XLA_FLAGS": ""}
-    ran = subprocess.run(
-        [sys.executable, "-c", ON_ONE], env=env, capture_output=True, text=True, timeout=100
-    )
+    ran = run_python("-c", ON_ONE, env=env)
     assert ran.stdout.split() == ["3.0", "True"], ran.stderr
 
 
@@ -518,11 +517,13 @@ def test_equations_are_made_once_where_nothing_is_checked():
     assert len(made) == 1
 
 
+def check_of_large(x):
+    return check(x) if x.size > 4 else x + 1
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_larger_arrays_alone_are_checked(ahead):
-    @mylib.filter_jit
-    def f(x):
-        return check(x) if x.size > 4 else x + 1
+    f = mylib.filter_jit(check_of_large)
 
     def call(x):
         return f.lower(x).compile()(x) if ahead else f(x)
@@ -537,11 +538,7 @@ def test_larger_arrays_alone_are_checked(ahead):
 
 def test_no_tracer_leaks():
     """Where a check is found when the program is lowered, too."""
-
-    @mylib.filter_jit
-    def f(x):
-        return check(x) if x.size > 4 else x + 1
-
+    f = mylib.filter_jit(check_of_large)
     with jax.checking_leaks():
         f(GOOD[:4]), f(GOOD)
 
@@ -562,7 +559,6 @@ def test_without_jit():
 
 
 SCRIPT = """
-import os
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 import mylib
@@ -588,9 +584,7 @@ print(np.asarray(gradient).sum())
 def test_the_environment_variable(on_error, nans, checkout_env):
     last = 2**31 - 1 if on_error == "nan" else 15
     env = {**checkout_env, "EQX_ON_ERROR": on_error}
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=100
-    )
+    ran = run_python("-c", SCRIPT, env=env)
     assert ran.stdout.split("\n")[:3] == [nans, f"{last} 0", "32.0"], ran.stderr
 
 
@@ -624,22 +618,18 @@ def test_a_breakpoint_shows_the_users_frame(checkout_env):
 @pytest.mark.multihost(processes=2, devices_per_process=4)
 class TestProcesses:
     def test_every_process_raises(self):
-        f = mylib.filter_jit(check, in_shardings=P("data"), mesh=AUTO_OF_ALL())
+        f = mylib.filter_jit(check, in_shardings=P("data"), mesh=AUTO)
         for _ in range(2):
             assert_good(f)
             with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
                 f(BAD)
 
     def test_one_device_of_one_process(self):
-        f = TestShardMap.mapped(TestShardMap.own, AUTO_OF_ALL())
+        f = TestShardMap.mapped(TestShardMap.own)
         for _ in range(2):
             assert_good(f)
             with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
                 f(TestShardMap.one_bad)
-
-
-def AUTO_OF_ALL():
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def assert_good(f):

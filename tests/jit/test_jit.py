@@ -159,12 +159,6 @@ class TestTrees:
         assert "documented" in repr(documented)
         assert type(documented).__call__ is not None
 
-    def test_the_same_function_is_compiled_once(self):
-        f = counted(lambda x: x**2)
-        for _ in range(3):
-            assert mylib.filter_jit(eqx.filter_grad(f))(jnp.array(3.0)) == 6
-        assert f.traces == 1
-
     def test_it_is_compiled_once_with_the_same_options(self):
         def program(**options):
             return mylib.filter_jit(add_zero, **options).dispatcher
@@ -394,13 +388,6 @@ class TestErrorChecks:
             positive(jnp.array(-1.0))
         assert not caplog.records
 
-    def test_ahead_of_time(self):
-        f = mylib.filter_jit(lambda x: eqx.error_if(x, x < 0, "negative"))
-        compiled = f.lower(jnp.array(1.0)).compile()
-        assert compiled(jnp.array(2.0)) == 2
-        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
-            compiled(jnp.array(-2.0))
-
     def test_other_errors_are_left_alone(self):
         def boom(x):
             raise ValueError("mine")
@@ -500,28 +487,6 @@ class TestDonation:
         )
         assert warning.filename == __file__
 
-    def test_also_where_it_is_the_sharding(self):
-        x = mylib.filter_shard(jnp.ones((8, 8)), P("data"), mesh=MESH)
-        f = mylib.filter_jit(
-            lambda x: x + 1, donate="warn", out_shardings=P(None, "model"), mesh=MESH
-        )
-        with pytest.warns(UserWarning, match=r"was given x \(8, 8\)"):
-            f(x)
-
-    def test_silence_otherwise(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for donate in ("all", "all-except-first", "none"):
-                mylib.filter_jit(lambda a, b: jnp.sum(a + b), donate=donate)(
-                    jnp.ones(3), jnp.ones(3)
-                )
-
-    def test_a_donated_array_that_is_moved_first(self):
-        x = jnp.ones((8, 8))
-        f = mylib.filter_jit(lambda x: x + 1, in_shardings=P("data"), mesh=MESH, donate="all")
-        y = f(x)
-        assert x.is_deleted() and jnp.all(y == 2)
-
     def test_abstract_arguments_do_not_count(self):
         f = mylib.filter_jit(lambda a, b: (a + 1, b + 1), donate="all-except-first")
         shape = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -587,10 +552,6 @@ class TestDonation:
         g(mylib.filter_shard(jnp.ones((8, 8)), P("data"), mesh=MESH))
         with pytest.warns(UserWarning, match=r"was given x \(8, 8\)"):
             g(mylib.filter_shard(jnp.ones((8, 8)), P(None, "model"), mesh=MESH))
-
-    def test_an_unknown_option(self):
-        with pytest.raises(ValueError, match="donate='some' is none of 'all', "):
-            mylib.filter_jit(lambda x: x, donate="some")
 
 
 class TestInShardings:

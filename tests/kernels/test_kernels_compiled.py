@@ -143,18 +143,16 @@ def test_flash(machine, strategy):
     assert not [x for x in report.collectives if x.source.startswith("flash.py")]
 
 
-@BOTH
-def test_a_plan(machine):
-    """The kernels are in layers, so that plans for TPUs need no `axes=`."""
-    example = program("flash")
-    sizes = {"width": 1024, "heads": 16, "groups": 8, "hidden": 2048, "vocab": 1024, "time": 256}
-    size = example.Size(2, **sizes, rows=32, dtype=jnp.bfloat16)
+def planned(example, make, heads, **options):
+    """The plan of a step of a language model that `make` makes of its size and a key."""
+    sizes = {"width": 1024, "groups": heads // 2, "hidden": 2048, "vocab": 1024, "time": 256}
+    size = example.Size(2, heads=heads, **sizes, rows=32, dtype=jnp.bfloat16)
 
-    def make(key):
-        model = example.make(size, key)
+    def start(key):
+        model = make(size, key)
         return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array))
 
-    model, state = eqx.filter_eval_shape(make, jax.random.key(0))
+    model, state = eqx.filter_eval_shape(start, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
 
     def step(tokens, model, state):
@@ -162,8 +160,16 @@ def test_a_plan(machine):
         updates, state = OPTIM.update(grads, state)
         return eqx.apply_updates(model, updates), state, loss
 
-    plan = mylib.plan(step, tokens, model, state, machine=machine, compile=1)
+    plan = mylib.plan(step, tokens, model, state, compile=1, **options)
     assert plan.chosen.source == "compiled", plan
+    return plan
+
+
+@BOTH
+def test_a_plan(machine):
+    """The kernels are in layers, so that plans for TPUs need no `axes=`."""
+    example = program("flash")
+    planned(example, example.make, heads=16, machine=machine)
 
 
 def splashed(q, k, v):
@@ -187,26 +193,11 @@ def test_a_plan_with_splash_attention(machine):
         def __call__(self, x):
             return self.finish(x, attention(*self.project(x, jnp.arange(len(x)))))
 
-    sizes = {"width": 1024, "heads": 8, "groups": 4, "hidden": 2048, "vocab": 1024, "time": 256}
-    size = llama.Size(2, **sizes, rows=32, dtype=jnp.bfloat16)
-
-    def make(key):
+    def make(size, key):
         blocks = eqx.filter_vmap(lambda key: SplashBlock(size, key))(jax.random.split(key, 2))
-        model = eqx.tree_at(lambda model: model.blocks, llama.Llama(size, key), blocks)
-        return model, OPTIM.init(eqx.filter(model, eqx.is_inexact_array))
+        return eqx.tree_at(lambda model: model.blocks, llama.Llama(size, key), blocks)
 
-    model, state = eqx.filter_eval_shape(make, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
-
-    def step(tokens, model, state):
-        loss, grads = eqx.filter_value_and_grad(llama.loss)(model, tokens)
-        updates, state = OPTIM.update(grads, state)
-        return eqx.apply_updates(model, updates), state, loss
-
-    axes = {"data": 4, "model": 2}
-    options = {"machine": machine, "axes": axes, "policies": ("full",), "compile": 1}
-    plan = mylib.plan(step, tokens, model, state, **options)
-    assert plan.chosen.source == "compiled", plan
-    report = plan.audit
+    options = {"machine": machine, "axes": {"data": 4, "model": 2}, "policies": ("full",)}
+    report = planned(llama, make, heads=8, **options).audit
     assert not [x for x in report.collectives if __file__.endswith(x.source.partition(":")[0])]
     assert report.work.unknown == 0

@@ -125,7 +125,6 @@ def test_other_dimensions():
         assert difference(update, -expected) < 1e-6
     # Heads behind the rows: [D, H, K] is a matrix of D rows.
     heads = random_like([(24, 4, 8)] * 3)
-    ours = mylib.by_matrix(one, KEPT, mesh=EIGHT, matrices=lambda leaf: ((), 0, (1, 2)))
     flat = [x.reshape(24, 32) for x in heads]
     plain = muon()
     ours = mylib.by_matrix(plain, KEPT, mesh=EIGHT, matrices=lambda leaf: ((), 0, (1, 2)))
