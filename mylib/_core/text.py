@@ -81,9 +81,10 @@ def show_bytes(size: float) -> str:
     return f"{size:.2f} GiB" if abs(size) < 1024 else f"{size / 1024:.2f} TiB"
 
 
-def in_ms(seconds: float | None) -> str:
-    """A time in milliseconds; nothing if it is unknown."""
-    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
+def show_time(seconds: float | None) -> str:
+    """A time in seconds or milliseconds; nothing if it is unknown."""
+    size, unit = (1, "s") if (seconds or 0) >= 0.9995 else (1e3, "ms")
+    return "" if seconds is None else f"{seconds * size:.3g} {unit}"
 
 
 def show_spec(spec: object) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..._core.text import in_ms
+from ..._core.text import show_time
 
 # Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
 # called a tie is listed with the plan.
@@ -74,9 +74,9 @@ class Candidate:
         if self.why:
             return self.why
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
-        text = " + ".join(f"{name} {in_ms(seconds)}" for name, seconds in spent)
+        text = " + ".join(f"{name} {show_time(seconds)}" for name, seconds in spent)
         total = sum(self.parts.values())
         overlapped = total - (self.modelled or math.inf)
         # Less would be rounding.
         is_some = overlapped > 1e-3 * total
-        return f"{text} - {in_ms(overlapped)} overlapped" if is_some else text
+        return f"{text} - {show_time(overlapped)} overlapped" if is_some else text

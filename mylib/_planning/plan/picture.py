@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..._core.show import html
-from ..._core.text import in_ms, show_bytes
+from ..._core.text import show_bytes, show_time
 from .candidate import Candidate
 
 # Pixels: it fits a notebook's cell, with room around for labels.
@@ -129,7 +129,7 @@ def _axes(x: Axis, y: Axis) -> Iterator[html.Html]:
 
 def _circle(dot: Dot, x: Axis, y: Axis) -> html.Html:
     one = dot.candidate
-    text = f"{one.name}: {show_bytes(dot.memory)}, {in_ms(dot.seconds)}; {one.reason}"
+    text = f"{one.name}: {show_bytes(dot.memory)}, {show_time(dot.seconds)}; {one.reason}"
     return html.tag(
         "circle", html.tag("title", text), cx=f"{x.at(dot.memory):.1f}",
         cy=f"{y.at(dot.seconds):.1f}", r=6 if dot.is_chosen else 4,

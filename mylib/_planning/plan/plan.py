@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ..._core.placement import no_mesh
 from ..._core.status import StatusLine
-from ..._core.text import listed, show_bytes
+from ..._core.text import listed, show_bytes, show_time
 from ..._programs.machines import Machine, here
 from .candidate import TIES
 from .candidates import (
@@ -272,7 +272,7 @@ class _Search:
                 return
             if i >= self.count and best < math.inf:
                 return
-            so_far = "" if best == math.inf else f"; the best so far takes {best * 1e3:.3g} ms"
+            so_far = "" if best == math.inf else f"; the best so far takes {show_time(best)}"
             line.write(f"compiling {i + 1} of {len(chosen)}: {one.name}{so_far}")
             try:
                 compiled(one, self.target, self.rated, self.room, self.dtype)

@@ -18,7 +18,7 @@ from ..._core.contexts import plan_in_force
 from ..._core.meshes import make_mesh
 from ..._core.placement import no_mesh
 from ..._core.show import columns, for_stdout, wrapped
-from ..._core.text import in_ms, listed, show_bytes
+from ..._core.text import listed, show_bytes, show_time
 from ..._programs.audit import Report
 from ..._programs.machines import Chip, CompilerError, Machine
 from ..._training.jit import filter_jit
@@ -309,8 +309,8 @@ class Plan:
     def _times(self, one: Candidate) -> str:
         assert one.seconds is not None and self.chosen.seconds is not None
         if one.source != self.chosen.source and self.chosen.modelled is not None:
-            chosen = f"the chosen one {in_ms(self.chosen.modelled)} by the same model"
-            return f"{in_ms(one.seconds)} ({one.source}), and {chosen}"
+            chosen = f"the chosen one {show_time(self.chosen.modelled)} by the same model"
+            return f"{show_time(one.seconds)} ({one.source}), and {chosen}"
         ratio = one.seconds / self.chosen.seconds
         tie = ", a tie" if ratio <= 1 + TIES[one.source] else ""
         return f"{ratio:.2f} times as long{tie} ({one.source})"
@@ -398,8 +398,8 @@ class Plan:
         if not candidates:
             return []
         rows = [
-            (x.name, in_ms(x.modelled),
-             *(in_ms(x.seconds) * (x.source == source) for source in _COLUMNS[2:4]),
+            (x.name, show_time(x.modelled),
+             *(show_time(x.seconds) * (x.source == source) for source in _COLUMNS[2:4]),
              "" if x.memory is None else show_bytes(x.memory), x.reason)
             for x in candidates[:_SHOWN]
         ]  # fmt: skip

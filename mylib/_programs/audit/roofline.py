@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..._core.text import in_ms
+from ..._core.text import show_time
 from ..machines import Machine
 from .groups import axis_of, in_words
 from .links import Message, seconds
@@ -53,12 +53,12 @@ class Estimate:
 
     def __repr__(self) -> str:
         low, high = self.interval
-        most = "an unknown time" if math.isinf(high) else in_ms(high)
-        total = f"{in_ms(self.seconds)} a call, between {in_ms(low)} and {most}"
+        most = "an unknown time" if math.isinf(high) else show_time(high)
+        total = f"{show_time(self.seconds)} a call, between {show_time(low)} and {most}"
         lines = [f"an estimate: {total}, bound by {self.bound_by}"]
-        lines += [f"  {name}: {in_ms(part)}" for name, part in self.parts.items()]
+        lines += [f"  {name}: {show_time(part)}" for name, part in self.parts.items()]
         if len(self.parts) > 2:
-            lines.append(f"  of the communication, not hidden: {in_ms(self.exposed)}")
+            lines.append(f"  of the communication, not hidden: {show_time(self.exposed)}")
         if self.unknown:
             lines.append(f"  unknown: {self.unknown} kernels or loops, counted once or not at all")
         return "\n".join([*lines, *(f"  assuming {text}" for text in self.assumptions)])

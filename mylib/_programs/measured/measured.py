@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..._core.show import columns, for_stdout, paint_for_stdout
-from ..._core.text import counted, in_ms, more, show_bytes
+from ..._core.text import counted, more, show_bytes, show_time
 
 
 @dataclass(frozen=True)
@@ -203,17 +203,19 @@ class Measured:
     def _title(self) -> list[str]:
         size = f"{counted(self.calls, 'call')} on {counted(len(self.devices), 'device')}"
         computing, exposed, waiting, idle = (
-            in_ms(sum(getattr(device, name) for device in self.devices) / len(self.devices))
+            show_time(sum(getattr(device, name) for device in self.devices) / len(self.devices))
             for name in ("computing", "exposed", "waiting", "idle")
         )
         lines = [
-            f"{self.name}, measured: {size}, {in_ms(self.seconds)} a call",
+            f"{self.name}, measured: {size}, {show_time(self.seconds)} a call",
             f"  computing {computing}, exposed communication {exposed} (waiting {waiting}), "
             f"idle {idle}",
         ]
         late = max((device.device for device in self.devices), key=self.awaited)
         if self.awaited(late) > _LATE * self.seconds:
-            lines.append(f"  device {late} is late: others wait {in_ms(self.awaited(late))} for it")
+            lines.append(
+                f"  device {late} is late: others wait {show_time(self.awaited(late))} for it"
+            )
         lines.append(f"  {self.attributed:.1%} of the busy time has a line of Python")
         return lines + [f"  {note}" for note in self.notes]
 
@@ -231,7 +233,7 @@ class Measured:
         for device in sorted(self.devices, key=lambda device: -self.awaited(device.device)):
             times = (getattr(device, name) for name in _TIMES)
             awaited = self.awaited(device.device)
-            devices.append((f"device {device.device}", *map(in_ms, (*times, awaited))))
+            devices.append((f"device {device.device}", *map(show_time, (*times, awaited))))
         yield _table(_OF_DEVICE, devices)
 
 
@@ -254,7 +256,7 @@ def _longest(parts: Iterable[MeasuredPart]) -> tuple[MeasuredPart, ...]:
 
 
 def _of_part(part: MeasuredPart) -> tuple[str, ...]:
-    return in_ms(part.computing), in_ms(part.exposed)
+    return show_time(part.computing), show_time(part.exposed)
 
 
 def _of_collective(one: MeasuredCollective) -> tuple[str, ...]:
@@ -262,7 +264,7 @@ def _of_collective(one: MeasuredCollective) -> tuple[str, ...]:
         one.kind,
         "?" if one.axes is None else ", ".join(one.axes),
         f"{one.times:.4g}",
-        *map(in_ms, (one.in_flight, one.exposed, one.waiting)),
+        *map(show_time, (one.in_flight, one.exposed, one.waiting)),
         "" if one.awaited is None else str(one.awaited),
         show_bytes(one.wire_bytes),
         f"{one.rate / 1e9:.3g} GB/s" if one.rate else "",
