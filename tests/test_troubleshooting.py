@@ -123,6 +123,7 @@ _RAISES = {
     ),
     "Encountered an unexpected tracer": _leaked,
     "Attempted boolean conversion of traced array": lambda: jax.jit(bool)(1.0),
+    "is not a valid JAX type": lambda: jax.grad(mylib.filter_jit(jnp.sum))(jnp.sin),
     "Array has been deleted": _deleted,
     "RESOURCE_EXHAUSTED": lambda: jnp.zeros(1 << 45),
     "compiled twice": _compiled_twice,

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from jaxlib.version import __version__ as VERSION
 
 from .compat import Program, devices_of_lowered, names
-from .jaxprs import all_equations, line_of
+from .jaxprs import all_equations, line_of, shape_of
 from .text import some
 
 
@@ -26,8 +26,8 @@ class KnownFault:
     what: str
     told: str
     platforms: tuple[str, ...]
-    versions: tuple[str, ...]
     has: Callable[[JaxprEqn], bool] = lambda eqn: False
+    versions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.what} ({self.told})"
@@ -36,21 +36,27 @@ class KnownFault:
         return platform in self.platforms and (not self.versions or VERSION in self.versions)
 
 
-def _sums_by_group(eqn: JaxprEqn) -> bool:
-    """Whether it is the gradient of the weights of a grouped convolution."""
-    is_convolution = eqn.primitive.name == names.CONVOLUTION
-    return is_convolution and eqn.params[names.PARAM_BATCH_GROUPS] > 1
+def _is_of_weights(eqn: JaxprEqn) -> bool:
+    """Whether it is the gradient of the weights of a convolution, which is grouped or has windows
+    of several positions: a convolution with larger windows than results.
+    """
+    if eqn.primitive.name != names.CONVOLUTION:
+        return False
+    numbers = eqn.params[names.PARAM_DIMENSION_NUMBERS]
+    windows, made = shape_of(eqn.invars[1].aval), shape_of(eqn.outvars[0].aval)
+    pairs = zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    is_large = any(windows[i] > made[j] > 1 for i, j in pairs)
+    return is_large or eqn.params[names.PARAM_BATCH_GROUPS] > 1
 
 
 # So it is in plain JAX (0.10.2 and 0.12.0.1). XLA has no public issue about it;
 # tests/plan/test_planning.py fails once it is fixed, and then this may go.
-GROUPED = KnownFault(
-    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, if its "
-    "rows are not split over all devices",
-    "the page Layers, Grouped convolutions",
+CONVOLVED = KnownFault(
+    "XLA's gradient of a convolution's weights is wrong, or ends the process, if its rows are not "
+    "split over all devices, and it is grouped or its positions are split",
+    "the page Layers, Convolutions",
     ("cpu", "gpu", "tpu"),
-    (),
-    _sums_by_group,
+    _is_of_weights,
 )
 # On an H100, with the pass that is on by default in these versions; the text of an issue is in
 # tests/interpreter/xla_gpu_copy.md. Only the compiled program says whether an operand was copied:
@@ -60,7 +66,7 @@ MISREAD = KnownFault(
     f"XLA may read an operand of a product in the wrong order; XLA_FLAGS=--{MISREAD_OFF} avoids it",
     "the page Verify, Known faults of compilers",
     ("gpu",),
-    ("0.12.0", "0.12.0.1"),
+    versions=("0.12.0", "0.12.0.1"),
 )
 
 
@@ -75,10 +81,9 @@ TWO_BITS = KnownFault(
     "XLA sends int2 and uint2 wrongly between CPU devices, or ends the process; int4 is right",
     "the page Verify, Known faults of compilers",
     ("cpu",),
-    (),
     _has_two_bits,
 )
-KNOWN_FAULTS = (GROUPED, MISREAD, TWO_BITS)
+KNOWN_FAULTS = (CONVOLVED, MISREAD, TWO_BITS)
 
 
 def refuse_two_bits(name: str, traced: jax.stages.Traced) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..compat import names
+from ..known_faults import CONVOLVED
 from ..products import products_of_equation
 from .applied import Applied, Rules, without
 
@@ -58,9 +59,9 @@ def _convolution(op: Applied) -> None:
     a, b = (x.nodes for x in op.ins[:2])
     out_nodes = op.outs[0].nodes
     # Dimensions of space stay apart: a window reaches over the border of a part.
-    if by_batch:
-        op.program.grouped.append((op.line, a[lhs[1]]))
-    else:
+    if CONVOLVED.has(op.eqn.source):
+        op.program.convolved.append((op.line, a[lhs[1]], by_batch))
+    if not by_batch:
         op.tie(a[lhs[0]], out_nodes[out[0]])
     features = b[rhs[0]], out_nodes[out[1]]
     if by_batch or by_feature:

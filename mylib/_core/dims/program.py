@@ -101,8 +101,8 @@ class Reading:
     - `kernels`: the names of kernels, with the dimensions of their operands.
     - `alone`: kernels that are known, and that compilers can't split, with a line that has them.
     - `unpriced`: the lines of kernels of which it is unknown what they compute.
-    - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
-        rows that each sums over.
+    - `convolved`: the lines of gradients of the weights of convolutions, the dimension of rows that
+        each sums over, and whether it is grouped.
     """
 
     dims: Dims = field(default_factory=Dims)
@@ -126,7 +126,7 @@ class Reading:
     kernels: list[tuple[str, list[Nodes]]] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
     unpriced: list[str] = field(default_factory=list)
-    grouped: list[tuple[str, int]] = field(default_factory=list)
+    convolved: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def fresh(self, aval: Any) -> Nodes:
         """New dimensions for a value of this type."""

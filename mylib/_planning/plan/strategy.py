@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ..._core.known_faults import GROUPED
+from ..._core.known_faults import CONVOLVED
 from ..._core.placement import trimmed
 from ..._core.text import listed, show_spec
 from ..._programs.machines import Machine
@@ -84,13 +84,9 @@ def strategies(
             devices = strategy.pieces // turns
             yield replace(strategy, why=f"{rows} can't be divided over {devices} devices")
             continue
-        # A fault of compilers' partitioners, which makes gradients wrong without a word.
-        grouped = _wrongly_summed(strategy, traced)
-        if grouped and GROUPED.is_on(machine.chip.platform):
-            yield replace(strategy, why=f"{GROUPED.what}: {grouped}")
-            continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
+            _refuse_wrong_sums(strategy, traced)
             on_mesh = _on_mesh(strategy, traced)
         except ContradictionError as error:
             yield replace(strategy, why=str(error))
@@ -105,14 +101,17 @@ def strategies(
                 yield replace(candidate, saved=saved)
 
 
-def _wrongly_summed(strategy: Strategy, traced: TracedStep) -> str:
-    """The line of a grouped convolution whose rows are not split over all devices; empty if there
-    is none. Rows of a micro-batch may be on some devices though those of the batch are on all.
+def _refuse_wrong_sums(strategy: Strategy, traced: TracedStep) -> None:
+    """Raises where compilers make a gradient wrong without a word. Rows of a micro-batch may be on
+    some devices though those of the batch are on all; positions may be split over "model".
     """
-    for line, rows in traced.program.grouped:
-        if MODEL in strategy.sizes or traced.program.dims.group(rows) not in traced.rows:
-            return line
-    return ""
+    batch = f"[{traced.step.batch}]"
+    fixed = [spec for path, spec in strategy.fixes.kept.items() if path.startswith(batch)]
+    is_split = all(axes_of(spec) >= set(strategy.rows) for spec in fixed)
+    for line, rows, is_grouped in traced.program.convolved:
+        on_some = not is_split or traced.program.dims.group(rows) not in traced.rows
+        if sum((MODEL in strategy.sizes, is_grouped, on_some)) > 1:
+            raise ContradictionError(f"{CONVOLVED.what}: {line}")
 
 
 def _on_mesh(strategy: Strategy, traced: TracedStep) -> list[Strategy]:

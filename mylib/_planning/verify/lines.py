@@ -27,7 +27,7 @@ def first_difference(ours: Runnable, reference: Runnable) -> str:
     both have; in words.
     """
     roundings = Roundings(reference.program)
-    given = [(float(seed > 0), np.uint32(seed)) for seed in range(1 + _AGAIN)]
+    given = [(float(seed > 0), seed) for seed in range(1 + _AGAIN)]
     theirs = reference.recorded(given, roundings.call)
     mine = ours.recorded()
     if theirs is None or mine is None:

@@ -215,7 +215,7 @@ class Runnable:
 
     def recorded(
         self,
-        given: Sequence[tuple[float | np.generic, ...]] = ((),),
+        given: Sequence[tuple[float, ...]] = ((),),
         call_of: Callable[..., Call] = lambda: bind_as,
     ) -> tuple[ValueRecorder, list[list[np.ndarray]]] | None:
         """Its places, and their values in a run for each of `given`: `call_of` makes of it what

@@ -89,19 +89,14 @@ class _Rounding:
         return [self._changed(result, 0, eqn) for result in bind_as(eqn, args)]
 
     def _loop(self, eqn: JaxprEqn, loop: Looped[jax.Array]) -> Arrays:
-        def turn(state: None, given: Arrays) -> tuple[None, Arrays, None]:
-            return state, self.run(loop.body, *given), None
-
         if (test := loop.test) is None:
+            turn = lambda state, given: (state, self.run(loop.body, *given), None)  # noqa: E731
             return scanned(eqn, loop, turn, None)[1]
-
-        def again(carry: Arrays) -> jax.Array:
-            return interpret(test, [*loop.of_test, *carry])[0]
-
-        def body(carry: Arrays) -> Arrays:
-            return self.run(loop.body, *loop.constants, *carry)
-
-        return lax.while_loop(again, body, loop.carry)
+        return lax.while_loop(
+            lambda carry: interpret(test, [*loop.of_test, *carry])[0],
+            lambda carry: self.run(loop.body, *loop.constants, *carry),
+            loop.carry,
+        )
 
     def _added_up(self, eqn: JaxprEqn, args: Arrays) -> Arrays:
         """Sums also differ by the roundings of what they add up."""
@@ -167,8 +162,7 @@ class _Rounding:
 
 def _bits(number: jax.Array) -> jax.Array:
     """32 bits, which those of a number decide."""
-    if jnp.iscomplexobj(number):
-        return _bits(number.real) ^ (_bits(number.imag) >> 1)
+    number = jnp.real(number) + 3 * jnp.imag(number)
     bits = lax.bitcast_convert_type(number, f"uint{8 * number.dtype.itemsize}")
     return (bits if bits.dtype == jnp.uint32 else bits ^ bits >> 32).astype(jnp.uint32)
 

@@ -401,13 +401,12 @@ class _Runs:
             # NumPy rounds nothing, but compilers fold constants in float32.
             eps = float(jnp.finfo(jnp.float32).eps) if in_numpy else None
             roundings = Roundings(traced.jaxpr, eps)
-            compiled = jax.jit(roundings.run).lower(0.0, np.uint32(0), args).compile()
+            compiled = jax.jit(roundings.run).lower(0.0, 0, args).compile()
             calls = partial(run_here, compiled) if in_numpy else compiled
 
         def run(seed: int | None) -> list[np.ndarray]:
             with _one_device(wide):
-                given = float(seed is not None), np.uint32(seed or 0), args
-                return list(map(numbers_of, calls(*given)))
+                return list(map(numbers_of, calls(float(seed is not None), seed or 0, args)))
 
         return Runnable(traced.jaxpr, args, partial(_one_device, wide)), run
 
