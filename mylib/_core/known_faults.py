@@ -38,14 +38,12 @@ class KnownFault:
 
 def _is_of_weights(eqn: JaxprEqn) -> bool:
     """Whether it is the gradient of the weights of a convolution, which is grouped or has windows
-    of several positions: a convolution with larger windows than results.
+    of several positions. In JAX's rule for it, rows and features have changed places.
     """
     if eqn.primitive.name != names.CONVOLUTION:
         return False
-    numbers = eqn.params[names.PARAM_DIMENSION_NUMBERS]
-    windows, made = shape_of(eqn.invars[1].aval), shape_of(eqn.outvars[0].aval)
-    pairs = zip(numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    is_large = any(windows[i] > made[j] > 1 for i, j in pairs)
+    numbers, shape = eqn.params[names.PARAM_DIMENSION_NUMBERS], shape_of(eqn.outvars[0].aval)
+    is_large = numbers.lhs_spec[0] != 0 and any(shape[i] > 1 for i in numbers.out_spec[2:])
     return is_large or eqn.params[names.PARAM_BATCH_GROUPS] > 1
 
 

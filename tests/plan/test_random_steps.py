@@ -9,7 +9,7 @@ import pytest
 from random_models import PARTS
 from random_steps import OPTIONS, draw, run, same
 
-EVERYDAY = (2, 3, 8)
+EVERYDAY = (2, 3, 12)
 SLOW = range(20, 24)
 THOROUGH = range(30, 60)
 
