@@ -202,7 +202,7 @@ FINE = {
     ),
     "a constant told to vary": lambda w, x: mean(constant_told_to_vary(w, x)),
     "of what differs": lambda w, x: mean(jax.grad(loss, 1)(w, x)),
-    "a norm": lambda w, x: (gradient(w, x) / N, mean(optax.global_norm(gradient(w, x)))),
+    "a norm": lambda w, x: (gradient(w, x) / N, mean(optax.tree.norm(gradient(w, x)))),
     "a mean": lambda w, x: (gradient(w, x) / N, mean(jnp.mean(gradient(w, x)))),
     "other values": lambda w, x: (gradient(w, x) / N, mean(loss(w, x)), lax.psum(1, "data")),
     "parameters": lambda w, x: mean(w - 0.1 * gradient(w, x) / N),

@@ -260,7 +260,7 @@ def build(program):
             case "loss":
                 return model, state, norms, value
             case "metrics":
-                seen = {"loss": value, "norm": optax.global_norm(eqx.filter(model, trained))}
+                seen = {"loss": value, "norm": optax.tree.norm(eqx.filter(model, trained))}
                 return {"model": model, "state": state, "norms": norms, "metrics": seen}
             case "outputs":
                 return (y, jnp.argmax(y, -1)), norms, state, model
