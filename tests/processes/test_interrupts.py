@@ -7,7 +7,7 @@ from scripts import run_python
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["placement", "rule", "check_replicas", "to_global"])
+@pytest.mark.parametrize("case", ["placement", "rows", "rule", "check_replicas", "to_global"])
 def test_interrupts_at_each_line(case, checkout_env):
     script = Path(__file__).with_name("interrupts.py")
     done = run_python("-m", "mylib.testing", "launch", "-n2", script, case, env=checkout_env)

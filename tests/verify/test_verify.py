@@ -123,7 +123,7 @@ class TestLines:
         assert kind == ("unknown" if name in faults_with_lines.UNKNOWN else "right"), line
 
     def test_few_are_unknown(self):
-        assert len(faults_with_lines.FAULTS) >= 8 * len(faults_with_lines.UNKNOWN)
+        assert len(faults_with_lines.FAULTS) >= max(40, 8 * len(faults_with_lines.UNKNOWN))
 
 
 def test_equal_rows_are_rounded_alike():
@@ -139,16 +139,18 @@ def test_equal_rows_are_rounded_alike():
         assert not verify(gradient, w, np.tile(row, (32768, 1))).differs
 
 
-def test_each_number_has_its_own_rounding():
+@pytest.mark.parametrize("fill", [float(jnp.finfo(jnp.float32).min), -1e30])
+@pytest.mark.parametrize("times", [2, -1])
+def test_each_number_has_its_own_rounding(fill, times):
     def masked(x, w):
-        return jnp.where(x > 0, x @ w, jnp.finfo(x.dtype).min)
+        return jnp.where(x > 0, x @ w, fill)
 
     @mylib.filter_jit(in_shardings=(P("data"), None), mesh=MESH)
-    def doubled(x, w):
-        return jnp.where(x > 0, 2 * (x @ w), jnp.finfo(x.dtype).min)
+    def wrong(x, w):
+        return jnp.where(x > 0, times * (x @ w), fill)
 
     with pytest.raises(VerifyError, match="numbers off by up to"):
-        verify(doubled, batch(), jnp.ones((8, 8)), reference=masked)
+        verify(wrong, batch(), jnp.ones((8, 8)), reference=masked)
 
 
 def test_dtypes_of_results_are_compared():
