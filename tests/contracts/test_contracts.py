@@ -144,7 +144,7 @@ def test_names_that_do_not_exist():
         contracts.at_most("64 MegaBytes")
     with pytest.raises(ValueError, match="no 'temporary': write one of arguments, results, temp"):
         contracts.memory(temporary="1 MiB")
-    with pytest.raises(ValueError, match="no array of an argument 'params'"):
+    with pytest.raises(ValueError, match="step uses arrays of model, x, not of 'params'"):
         report.expect(contracts.sharded("params"))
     with pytest.raises(ValueError, match="no axis 'model'"):
         report.expect(contracts.tensor_parallel("model"))

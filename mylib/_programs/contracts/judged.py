@@ -81,8 +81,8 @@ class Judged:
         if self.graph.differentiates and not self.roles.trained:
             raise AuditError(
                 f"it is unknown which weights {report.name} trains: none of its results is named "
-                f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
-                "as a tree like the model"
+                f"as an array of {self.roles.root!r} is. If that isn't the model, name it by "
+                "argument=. Return the new model, or its gradients, as a tree like the model"
             )
         self.mesh = MeshAxes.of_sizes(report.axes)
         self.groups: Groups = self.mesh.groups([axis])

@@ -36,7 +36,8 @@ class Roles:
             if re.match(rf"{re.escape(self.root)}(?![\w])", p.path)
         ]
         if not weights:
-            raise ValueError(f"{self.report.name} uses no array of an argument {self.root!r}")
+            used = ", ".join(dict.fromkeys(_first(p.path) for p in self.report.parameters))
+            raise ValueError(f"{self.report.name} uses arrays of {used}, not of {self.root!r}")
         return weights
 
     @cached_property
