@@ -52,7 +52,7 @@ def _is_of_weights(eqn: JaxprEqn) -> bool:
 CONVOLVED = KnownFault(
     "XLA's gradient of a convolution's weights is wrong, or ends the process, if its rows are not "
     "split over all devices, and it is grouped or its positions are split",
-    "the page Layers, Convolutions",
+    "the page Layers, Grouped convolutions",
     ("cpu", "gpu", "tpu"),
     _is_of_weights,
 )
