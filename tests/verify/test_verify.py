@@ -139,6 +139,10 @@ def test_equal_rows_are_rounded_alike():
         assert not verify(gradient, w, np.tile(row, (32768, 1))).differs
 
 
+def test_products_without_elements():
+    assert not verify(lambda x: (x[:0] @ x.T, jnp.sum(x)), batch()).differs
+
+
 @pytest.mark.parametrize("fill", [float(jnp.finfo(jnp.float32).min), -1e30])
 @pytest.mark.parametrize("times", [2, -1])
 def test_each_number_has_its_own_rounding(fill, times):

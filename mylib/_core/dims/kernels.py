@@ -1,4 +1,4 @@
-"""Kernels that it is known of which of their dimensions are split alike."""
+"""Kernels of which it is known which of their dimensions are split alike."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

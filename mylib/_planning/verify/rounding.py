@@ -109,7 +109,7 @@ class _Rounding:
         if eqn.primitive.name in names.PRODUCTS and total.dtype.itemsize >= 4:
             # The roundings of equal numbers go one way: sums of 512 and of 32,768 on one device and
             # on eight differ by 11 and 30 units.
-            terms = (args[0].size * args[1].size / total.size) ** 0.5
+            terms = (args[0].size * args[1].size / max(total.size, 1)) ** 0.5
             noise += terms**0.25 * self._only_noise(total)
         return [self._changed(total, noise, eqn)]
 
